@@ -168,7 +168,9 @@ def test_an_unreachable_remote_never_starts_again(tmp_path: Path, remote: type[F
     tiers: list[Ram | Remote] = [Remote("flaky://run", attempts=2)]
     trained(tmp_path / "a", 2, tiers=tiers)
     remote.is_down = True
-    with pytest.raises(CheckpointError, match="has no checkpoint, and flaky://run, which may have one, cannot be read"):
+    with pytest.raises(
+        CheckpointError, match="has no intact checkpoint, and flaky://run, which may have one, cannot be read"
+    ):
         trained(tmp_path / "b", 1, tiers=tiers)
     assert trained(tmp_path / "a", 1, tiers=tiers, on_error="log").steps == 3  # what is here is continued
 
@@ -217,13 +219,16 @@ def test_a_damaged_remote_checkpoint_is_passed_over(
         stored.write(data)
 
     damage(3, "rank-00000-of-00001.safetensors")
-    found = trained(tmp_path / "b", 0, tiers=tiers, every=None)
+    with pytest.warns(
+        UserWarning, match="continues with step 2, because newer .*step-0000000003: rank-00000-of-00001.s"
+    ):
+        found = trained(tmp_path / "b", 0, tiers=tiers, every=None)
     assert found.steps == 2
-    assert "step-0000000003/rank-00000-of-00001.safetensors: its header has the CRC32C" in caplog.text
+    assert "step-0000000003: rank-00000-of-00001.safetensors, chunk 0: its header has the CRC32C" in caplog.text
     damage(2, "rank-00000-of-00001.json")
     if "step-0000000003" in stored(remote):
         damage(3, "manifest.json")
-    with pytest.raises(CheckpointError, match="has no checkpoint, and no remote one is intact"):
+    with pytest.raises(CheckpointError, match="has no intact checkpoint, and no remote one is intact"):
         trained(tmp_path / "c", 0, tiers=tiers, every=None)
 
 

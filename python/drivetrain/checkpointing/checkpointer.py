@@ -416,7 +416,7 @@ class Checkpointer:
             _logger.error("not every tier has the last step: %s", failure)
 
     def _restore(self, store: Store) -> None:
-        loaded = load_newest(self._tiers.stores(), self._ranks, self._state)
+        loaded = load_newest(self._tiers, self._ranks, self._state)
         if loaded is None:
             return
         checkpoint, state, tensors = loaded

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -291,32 +292,51 @@ def find_checkpoints(
     ):
         try:
             yield Checkpoint(entry, encryption, audit)
-        except CheckpointError as error:
+        except (DamagedError, EncryptionError) as error:
             yield error
+        except CheckpointError as error:
+            yield DamagedError(entry, MANIFEST, str(error))
 
 
-def complete_checkpoints(
-    directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
-) -> list[Checkpoint]:
-    """Returns the checkpoints whose metadata holds, oldest first, and logs why it passes over others.
+class Survey(NamedTuple):
+    """The checkpoints of a directory.
+
+    Attributes:
+        complete: The checkpoints whose metadata holds, oldest first.
+        damaged: The errors of the others.
+    """
+
+    complete: list[Checkpoint]
+    damaged: list[CheckpointError]
+
+
+def survey(directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None) -> Survey:
+    """Examines the metadata of all checkpoints of a directory.
 
     Raises:
         CheckpointError: The directory cannot be read.
         EncryptionError: The key of the newest checkpoint is missing, or it is plain although it must not be.
     """
-    complete: list[Checkpoint] = []
+    found = Survey([], [])
     try:
-        for found in find_checkpoints(directory, None, audit):
-            if isinstance(found, Checkpoint):
-                complete.append(found)
-            else:
-                _logger.warning("a checkpoint is passed over: %s", found)
+        for one in find_checkpoints(directory, None, audit):
+            found.complete.append(one) if isinstance(one, Checkpoint) else found.damaged.append(one)
     except OSError as error:
         raise CheckpointError(
             f"{directory} cannot be read: {error}. Check the path and whether it is mounted."
         ) from error
-    complete.sort(key=lambda checkpoint: checkpoint.serial)
-    return complete if encryption is None else _opened(complete, encryption, audit)
+    found.complete.sort(key=lambda checkpoint: checkpoint.serial)
+    return found if encryption is None else Survey(_opened(found.complete, encryption, audit), found.damaged)
+
+
+def complete_checkpoints(
+    directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
+) -> list[Checkpoint]:
+    """Returns the complete checkpoints that `survey` finds, and logs why it passes over others."""
+    found = survey(directory, encryption, audit)
+    for error in found.damaged:
+        _logger.warning("a checkpoint is passed over: %s", error)
+    return found.complete
 
 
 def serials(directory: Path) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 from .._C import crc32c
 from . import directory as disk
 from .errors import CheckpointError
-from .layout import CHUNK_BYTES, MANIFEST, STEP, is_known, step_name, temporary_name
+from .layout import CHUNK_BYTES, MANIFEST, STEP, is_known, temporary_name
 from .manifest import Manifest, Record, hexadecimal, unseal
 
 Attempt = Callable[[str, Callable[[], Any]], Any]
@@ -78,11 +78,11 @@ class RemoteDirectory:
         self._put(folder, name, MANIFEST, _checksums(data), reads_back)
 
     def download(self, name: str, directory: Path) -> Path:
-        """Downloads a checkpoint into a local directory, durable and complete or not at all. Returns its folder.
+        """Downloads a checkpoint, durably, into a temporary folder of a local directory, which it returns.
 
         Raises:
             OSError: The local disk fails. Errors of the remote are those of its file system.
-            CheckpointError: The remote files do not have the sizes of the manifest.
+            CheckpointError: A remote file is missing, or has another size than in the manifest.
         """
         manifest = unseal(self._read(f"{name}/{MANIFEST}"), Manifest)[0]
         temporary = directory / temporary_name(manifest.step)
@@ -95,9 +95,7 @@ class RemoteDirectory:
                 raise CheckpointError(f"{self.url}/{name}/{file} has {found} bytes, expected {size}")
         self._get(f"{name}/{MANIFEST}", temporary / MANIFEST)
         disk.sync_folder(temporary)
-        final = directory / step_name(manifest.step)
-        disk.publish(temporary, final)
-        return final
+        return temporary
 
     def remove_old(self, keep: int | None) -> list[str]:
         """Removes all but the newest `keep` complete checkpoints, and uploads that older runs left. Returns names."""
@@ -158,13 +156,18 @@ class RemoteDirectory:
                     raise OSError(f"chunk {index} has the CRC32C {found} after the upload, expected {expected}")
 
     def _get(self, path: str, to: Path) -> None:
-        def get() -> None:
+        def get() -> bool:
             to.unlink(missing_ok=True)
-            self._files.get_file(self._path(path), os.fspath(to))
+            try:
+                self._files.get_file(self._path(path), os.fspath(to))
+            except FileNotFoundError:
+                return False
             with to.open("rb") as stream:
                 os.fsync(stream.fileno())
+            return True
 
-        self._attempt(f"download {self.url}/{path}", get)
+        if not self._attempt(f"download {self.url}/{path}", get):
+            raise CheckpointError(f"{self.url}/{path} is missing")
 
     def _read(self, path: str) -> bytes:
         def read() -> bytes | None:

@@ -2,8 +2,10 @@
 
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -11,11 +13,11 @@ from torch import Tensor
 
 from .encoding import JSON
 from .errors import CheckpointError, EncryptionError
-from .load import Checkpoint
+from .load import Checkpoint, DamagedError
 from .ranks import Ranks
 from .shards import read_shards
 from .state import TrainingState, names_of
-from .store import Store
+from .tiers import Tiers
 
 _logger = logging.getLogger("drivetrain")
 _BYTES_AT_ONCE = 256 << 20
@@ -23,55 +25,93 @@ _SHOWN_FROM_BYTES = 1 << 30  # smaller checkpoints load before a bar could help
 
 
 def load_newest(
-    stores: Sequence[Store], ranks: Ranks, training: TrainingState
+    tiers: Tiers, ranks: Ranks, training: TrainingState
 ) -> tuple[Checkpoint, JSON, dict[str, Tensor]] | None:
-    """Loads the newest checkpoint of all stores whose checksums hold on every rank.
+    """Loads the newest checkpoint of all tiers whose checksums hold on every rank.
+
+    Rank 0 warns of damaged checkpoints that are newer.
 
     Args:
-        stores: The stores, the local one first.
+        tiers: The local store and the others.
         ranks: Agrees with the other ranks.
         training: Says which parts of sharded tensors this rank has.
 
     Returns:
-        The checkpoint, this rank's state and the tensors that it refers to; None if no checkpoint exists. If the number
-        of ranks has changed, rank r gets the state of rank r modulo the saved number.
+        The checkpoint, this rank's state and the tensors that it refers to; None if the directory has never had a
+        checkpoint. If the number of ranks has changed, rank r gets the state of rank r modulo the saved number.
 
     Raises:
         CheckpointError: Checkpoints exist and none can be read, or ranks see different directories.
         EncryptionError: The key of the newest checkpoint is missing.
     """
-    found = {checkpoint.serial: checkpoint for store in stores for checkpoint in store.checkpoints()}
-    if not ranks.any_true(bool(found)):
-        return None
-    failure: CheckpointError | None = None
+    stores = tiers.stores()
+    local = stores[0].directory
+    surveys = [store.survey() for store in stores]
+    found = {checkpoint.serial: checkpoint for each in surveys for checkpoint in each.complete}
+    damaged = [error for each in surveys for error in each.damaged]
+    passed_over: list[CheckpointError] = []
+    fetched: set[int] = set()
     bound = max(found, default=0) + 1
     while True:
         mine = max((serial for serial in found if serial < bound), default=0)
         lowest, highest = ranks.agree(mine)
+        if highest == 0:
+            if ranks.any_true(bool(passed_over or damaged)):
+                raise _nothing_intact(local, [*passed_over, *damaged])
+            return None
         if lowest == 0:
-            if failure is not None:
-                raise failure
+            if passed_over:
+                raise _nothing_intact(local, [*passed_over, *damaged])
             raise CheckpointError(
-                f"{stores[0].directory} has checkpoints that rank {ranks.rank} or another rank cannot read: all ranks "
-                "must see the same directory. `drivetrain ckpt verify` says which files are damaged."
+                f"{local} has checkpoints that rank {ranks.rank} or another rank cannot read: all ranks must see the "
+                "same directory. `drivetrain ckpt verify` says which files are damaged."
             )
         if lowest != highest:
             bound = lowest + 1
             continue
         checkpoint, loaded = found[mine], None
+        failure: CheckpointError | None = None
         try:
             loaded = _load(checkpoint, ranks.rank, training)
         except CheckpointError as error:
             failure = error
         if ranks.all_true(loaded is not None):
             assert loaded is not None
+            newer = [error for error in damaged if _step_of(error) > checkpoint.step]
+            if ranks.rank == 0 and (reasons := [*map(str, [*passed_over, *newer]), *tiers.damaged]):
+                warnings.warn(
+                    f"the training continues with step {checkpoint.step}, because newer checkpoints are damaged: "
+                    f"{'; '.join(reasons)}",
+                    stacklevel=4,
+                )
             return checkpoint, *loaded
         is_locked = isinstance(failure, EncryptionError)
         failure = failure or CheckpointError(f"{checkpoint.path} cannot be read by another rank, whose log says why")
         if ranks.any_true(is_locked):
             raise failure  # a missing key must not bring back an older state silently
+        older = max((serial for serial in found if serial < mine), default=0)
+        if mine not in fetched and tiers.fetch(older, mine):
+            fetched.add(mine)
+            _logger.warning("%s is damaged, and a remote copy takes its place: %s", checkpoint.path, failure)
+            found |= {checkpoint.serial: checkpoint for checkpoint in stores[0].survey().complete}
+            continue
         _logger.warning("a checkpoint is passed over: %s", failure)
-        bound = mine
+        passed_over.append(failure)
+        del found[mine]
+
+
+def _nothing_intact(directory: Path, errors: Sequence[CheckpointError]) -> CheckpointError:
+    reason = f": {errors[0]}" if errors else ", as another rank says"
+    more = f" ({len(errors) - 1} more are damaged)" if len(errors) > 1 else ""
+    return CheckpointError(
+        f"{directory} has checkpoints, and none is intact{reason}{more}. Restore a copy of them. To start from "
+        "scratch on purpose, move the directory away or choose another one."
+    )
+
+
+def _step_of(error: CheckpointError) -> int:
+    folder = error.folder.name if isinstance(error, DamagedError) else ""
+    return int(folder.removeprefix("step-") or 0)
 
 
 def _load(checkpoint: Checkpoint, rank: int, training: TrainingState) -> tuple[JSON, dict[str, Tensor]]:

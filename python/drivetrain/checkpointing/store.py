@@ -21,7 +21,7 @@ from .coordinator import Coordinator
 from .encryption import Encryption
 from .errors import CheckpointError, EncryptionError, Fault
 from .layout import check_tensors, step_name
-from .load import Checkpoint, complete_checkpoints, serials
+from .load import Checkpoint, Survey, complete_checkpoints, serials, survey
 from .manifest import JSON, copy_json
 from .save import LONGEST_WAIT_S, Save
 from .writer import Writer, describe
@@ -89,6 +89,11 @@ class Store:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, expected 0 to world_size - 1, which is {world_size - 1}")
+        if "://" in os.fspath(directory):
+            raise ValueError(
+                f"directory is {directory!r}, expected a folder of this host. Save into one, and pass "
+                f"tiers=[Remote({directory!r})] to Checkpointer to upload each checkpoint"
+            )
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1, or None to keep all")
         if timeout <= 0:
@@ -201,6 +206,10 @@ class Store:
             EncryptionError: The key of the newest one is missing, or it is plain although it must not be.
         """
         return complete_checkpoints(self.directory, self._encryption, self._audit)
+
+    def survey(self) -> Survey:
+        """Returns the complete checkpoints and the errors of damaged ones; raises what `checkpoints` raises."""
+        return survey(self.directory, self._encryption, self._audit)
 
     def latest(self) -> Checkpoint | None:
         """Returns the newest complete checkpoint whose metadata holds; None if there is none.

@@ -19,7 +19,7 @@ from . import directory as disk
 from . import survivors
 from .errors import CheckpointError
 from .interval import seconds_of
-from .load import Checkpoint, complete_checkpoints, serials
+from .load import Checkpoint, DamagedError, complete_checkpoints
 from .ranks import Ranks
 from .remote import RemoteDirectory
 from .saver import Saver
@@ -97,6 +97,9 @@ class Tiers:
     Raises:
         TypeError: A member is neither a Ram nor a Remote.
         ValueError: There are several Rams.
+
+    Attributes:
+        damaged: The faults of remote checkpoints that are newer than the one taken, on rank 0.
     """
 
     def __init__(self, tiers: Sequence[Ram | Remote], ranks: Ranks, timeout: float) -> None:
@@ -117,6 +120,7 @@ class Tiers:
         self._submitted_at: list[float] = []
         self._last: Path | None = None
         self._closed_status: list[TierStatus] = []
+        self.damaged: list[str] = []
         self._guard = threading.Lock()
 
     def open(self, store: Store, open_store: Callable[[Path], Store], new_saver: Callable[[Store], Saver]) -> None:
@@ -154,13 +158,29 @@ class Tiers:
             store.follow(self)
             if self._ram_store is not None or self._uploaders:
                 self._write_status()
-        self._fetch(store)
+        self._fetch_newer(store)
 
     def stores(self) -> list[Store]:
         """Returns the stores that may have the newest checkpoint, the local one first."""
         assert self._store is not None
         memory = self._ram_store
         return [self._store, memory] if memory is not None and memory.directory.is_dir() else [self._store]
+
+    def fetch(self, above: int, up_to: int) -> bool:
+        """Downloads the newest remote checkpoint with a serial above the first number, up to the second.
+
+        Returns:
+            On all ranks, whether an intact one is now in the local directory.
+        """
+        if not self._remotes:
+            return False
+        assert self._store is not None
+        is_there = False
+        try:
+            is_there = bool(self._uploaders) and self._download(self._store, above, up_to)
+        except CheckpointError as error:
+            _logger.warning("no remote copy takes the place of a damaged checkpoint: %s", error)
+        return self._ranks.any_true(is_there)
 
     def start(self) -> None:
         """Makes optimizers wait for copies into memory; called once the state is restored."""
@@ -254,46 +274,57 @@ class Tiers:
             _logger.error("the training goes on without its copy in memory: %s", text)
         self._ram_error, saver.error = text, None
 
-    def _fetch(self, store: Store) -> None:
+    def _fetch_newer(self, store: Store) -> None:
         """Downloads the newest checkpoint into the local directory on rank 0, if a remote has a newer one."""
         failure: CheckpointError | None = None
         if self._uploaders:
+            above = max((one.serial for each in self.stores() for one in each.survey().complete), default=0)
+            mine = complete_checkpoints(store.directory)
             try:
-                self._download(store)
+                self._download(store, above, None, mine[-1] if mine else None)
             except CheckpointError as error:
                 failure = error
         if self._remotes and self._ranks.any_true(failure is not None):
             raise failure or CheckpointError("rank 0 could not read a remote tier; its error says why")
 
-    def _download(self, store: Store) -> None:
-        local = max((serial for one in self.stores() for serial in serials(one.directory)), default=0)
-        mine = complete_checkpoints(store.directory)
-        newer: list[tuple[int, str, RemoteDirectory]] = []
+    def _download(self, store: Store, above: int, up_to: int | None, mine: Checkpoint | None = None) -> bool:
+        """Downloads the newest intact remote checkpoint with a serial above the first number, up to the second.
+
+        Args:
+            store: The local store.
+            above, up_to: The limits; None sets no upper one.
+            mine: Is uploaded where it is newer than what a remote has.
+
+        Raises:
+            CheckpointError: `above` is 0, and a remote cannot be read or none of their checkpoints is intact.
+        """
+        candidates: list[tuple[int, str, RemoteDirectory]] = []
+        problems = []
         for uploader in self._uploaders:
             try:
                 manifests = uploader.remote.manifests()
             except CheckpointError as error:
-                if not local:
-                    raise CheckpointError(
-                        f"{store.directory} has no checkpoint, and {uploader.remote.url}, which may have one, cannot "
-                        f"be read: {error}"
-                    ) from error
-                _logger.warning(
-                    "%s cannot be read, and the checkpoints of this host are taken: %s", uploader.remote.url, error
-                )
+                problems.append(f"{uploader.remote.url}, which may have one, cannot be read: {error}")
                 continue
-            newer += [(one.serial, name, uploader.remote) for name, one in manifests.items() if one.serial > local]
-            if mine and mine[-1].serial > max((one.serial for one in manifests.values()), default=0):
-                uploader.submit(mine[-1].path)  # the last run ended before it was uploaded
-        problems = []
-        for _, name, remote in sorted(newer, key=lambda one: one[0], reverse=True):
+            candidates += [
+                (one.serial, name, uploader.remote)
+                for name, one in manifests.items()
+                if one.serial > above and (up_to is None or one.serial <= up_to)
+            ]
+            if mine is not None and mine.serial > max((one.serial for one in manifests.values()), default=0):
+                uploader.submit(mine.path)  # the last run ended before it was uploaded
+        for _, name, remote in sorted(candidates, key=lambda one: one[0], reverse=True):
             problem = _fetched(remote, name, store.directory)
             if problem is None:
-                return
+                return True
             _logger.warning("a remote checkpoint is passed over: %s", problem)
-            problems.append(problem)
-        if problems and not local:
-            raise CheckpointError(f"{store.directory} has no checkpoint, and no remote one is intact: {problems[0]}")
+            self.damaged.append(problem)
+            problems.append(f"no remote one is intact: {problem}")
+        if problems and not above:
+            raise CheckpointError(f"{store.directory} has no intact checkpoint, and {problems[0]}")
+        if problems:
+            _logger.warning("the checkpoints of this host are taken: %s", "; ".join(problems))
+        return False
 
     def _write_status(self) -> None:
         """Writes what `drivetrain ckpt ls` shows of the tiers."""
@@ -347,11 +378,12 @@ def _fetched(remote: RemoteDirectory, name: str, directory: Path) -> str | None:
         folder = remote.download(name, directory)
         try:
             faults = [str(fault) for fault in Checkpoint(folder).verify()]
-        except CheckpointError as error:
-            faults = [str(error)]
+        except DamagedError as error:
+            faults = [str(error.fault)]
         if faults:
-            disk.remove_files(disk.retire(folder))
+            disk.remove_files(folder)
             return f"{remote.url}/{name}: {faults[0]}"
+        disk.publish(folder, directory / name)
     except CheckpointError as error:
         return str(error)
     except OSError as error:

@@ -116,7 +116,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if serial != self._expected:
             raise _OtherCheckpoint(serial)
         if ckpt.restored is not None:
-            self._batches.resume(state.global_step, ckpt.position.is_exhausted)
+            self._batches.resume(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Notes the step, which counts when the Trainer fetches the next batch: after its logging and evaluation."""
@@ -248,17 +248,10 @@ class _ResumedBatches(IterableDataset):  # type: ignore[type-arg]
             self._taken += 1
             yield batch
 
-    def resume(self, steps: int, is_at_end: bool) -> None:
-        """Prepares the next iteration for a Trainer that has made `steps` optimizer steps.
-
-        Args:
-            steps: Over all epochs.
-            is_at_end: The loader was restored at the end of an epoch, of which it would begin with an empty rest.
-        """
+    def resume(self, steps: int) -> None:
+        """Prepares the next iteration for a Trainer that has made `steps` optimizer steps over all epochs."""
         steps_per_epoch = math.ceil(self.total / self._accumulation)
         self._to_skip = steps % steps_per_epoch * self._accumulation
-        if is_at_end:
-            next(iter(self.loader), None)
 
     def end(self) -> None:
         """Ends an epoch whose batches are all taken, so that its end is saved."""

@@ -161,7 +161,8 @@ class _Counted(Position):
         self._loader = loader
         self._class: type | None = None
         self._count = -1  # of the epochs that have begun, less one
-        self._is_next = False  # the next iteration is that of the next epoch, after a restored end of an epoch
+        self._is_next = False  # the restored position is the end of an epoch, which is the beginning of the next one
+        self._restarts_workers = False  # the next iteration starts workers that an uninterrupted run would reuse
         self.batches = 0  # taken in the iteration under way
         self.is_exhausted = False  # the iteration under way has ended
         self._start: Any = None  # random states at its beginning; None: there is none
@@ -201,7 +202,11 @@ class _Counted(Position):
             self._is_reuse = self._workers_start is not None
             if self._is_persistent() and not self._is_reuse:
                 self._workers_start = self._start
-            return self._hand_out(self._iterate(), None)
+            if not self._restarts_workers:
+                return self._hand_out(self._iterate(), None)
+            self._restarts_workers = False
+            self._set_streams(self._workers_start)
+            return self._hand_out(self._iterate_from({}), None)
         # An iteration draws its seeds when it begins. They are drawn again from the states of that time, and the
         # states go on where the checkpoint found them.
         now = rng.capture_host()
@@ -219,12 +224,19 @@ class _Counted(Position):
             "start": self._start,
             "workers_start": self._workers_start,
             "is_reuse": self._is_reuse,
+            "own": [rng.state_of(one) for one in self._own_generators()] if self.is_exhausted else [],
         }
 
     def restore(self, state: Any, is_same_world: bool) -> None:
         self._count = state["epoch"]
         self.batches, self.is_exhausted, self._start = 0, state["is_exhausted"], state["start"]
-        self._resumed = state
+        self._is_next = self.is_exhausted
+        self._resumed = None if self._is_next else state
+        if self._is_next:
+            for generator, words in zip(self._own_generators(), state["own"], strict=True):
+                rng.set_state(generator, words)
+            self._workers_start = state["workers_start"] if self._is_persistent() else None
+            self._restarts_workers = self._workers_start is not None
 
     def _iterate(self) -> Iterator[Any]:
         assert self._class is not None
@@ -264,9 +276,8 @@ class _StatefulLoader(_Counted):
 
     def restore(self, state: Any, is_same_world: bool) -> None:
         super().restore(state, is_same_world)
+        self._restarts_workers = False  # The loader restores its workers by itself.
         self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        if state["is_exhausted"]:  # torchdata then begins the next epoch instead of an empty rest of this one.
-            self._resumed, self._is_next = None, True
 
 
 class _MapStyleLoader(_Counted):
@@ -318,9 +329,10 @@ class _MapStyleLoader(_Counted):
         super().restore(state, is_same_world)
         self._skipped = 0
         if self._resumable is not None:
-            self._resumable.load_state_dict(state["sampler"])
+            position = 0 if self._is_next else state["sampler"]["position"]
+            self._resumable.load_state_dict(state["sampler"] | {"position": position})
         else:
-            self._skipped = state["batches"]
+            self._skipped = 0 if self._is_next else state["batches"]
             if state["sampler_epoch"] is not None and hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(state["sampler_epoch"])
         self._begun_epoch = getattr(self._sampler, "epoch", None)

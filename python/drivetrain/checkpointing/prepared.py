@@ -66,9 +66,7 @@ class _Prepared(_MapStyleLoader):
         self._iteration = self._shard.iteration = state["iteration"]
         if state["seed"] is not None:
             self._order.initial_seed = state["seed"]
-        if state["is_exhausted"]:  # the shard would not count an epoch without batches
-            self._resumed, self._is_next = None, True
-            self._shard.iteration += 1
+        self._shard.iteration += self._is_next
 
     def begin(self) -> Iterator[Any]:
         self._iteration = self._shard.iteration

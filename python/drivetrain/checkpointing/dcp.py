@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from ..optim.sharded import is_dtensor
 from .errors import CheckpointError
 from .load import Checkpoint
-from .state import bare, load_optimizer, parameter_names, saved_parameter_names, state_dicts
+from .saved_optimizer import load_optimizer, parameter_names, saved_parameter_names
+from .state import bare, state_dicts
 
 
 def export_dcp(checkpoint: Checkpoint, directory: str | os.PathLike[str], rank: int = 0) -> None:

@@ -1,6 +1,5 @@
 """Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +18,9 @@ from .encoding import JSON, Encoder, decode, references
 from .gradients import Gradients
 from .load import Checkpoint
 from .loader import Position, Stateful
+from .saved_optimizer import ParameterOrder, check_maker, class_name, load_optimizer, parameter_names, plain_name
 
 FORMAT = 1  # of the JSON state
-_WRAPPER_PARTS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # which torch's state dicts leave out too
 
 
 class Snapshot(NamedTuple):
@@ -85,6 +84,7 @@ class TrainingState:
         self._generators, self._extra = list(generators), dict(extra)
         self._rank, self._world_size = rank, world_size
         self._gradients = [Gradients(optimizer) for optimizer in self.optimizers]
+        self._orders: list[ParameterOrder] = []  # of the optimizers' parameters in the state that is restored
         self._refuse_overlapped()
 
     def open(self) -> None:
@@ -113,7 +113,7 @@ class TrainingState:
         replicated = self._replicated()
         encoder = Encoder(lambda tensor: replicated is not None and _key(tensor) not in replicated, self._own_prefix())
         values: dict[str, Any] = {
-            "model": dict(self.model.state_dict()),
+            "model": self._model_state(),
             "optimizer": [
                 shards.zero_state(optimizer) if shards.is_zero(optimizer) else optimizer.state_dict()
                 for optimizer in self.optimizers
@@ -127,8 +127,13 @@ class TrainingState:
             "data": self._position.state() if with_data else None,
             "rng": rng.capture(self._generators),  # last: nothing above may draw from it afterwards
         }
-        names = {"parameters": parameter_names(self.model, self.optimizers)}
-        state = {**header, **names, **{name: encoder.encode(value, name) for name, value in values.items()}}
+        makers = {
+            "parameters": parameter_names(self.model, self.optimizers),
+            "optimizer_classes": [
+                class_name(optimizer.optim if shards.is_zero(optimizer) else optimizer) for optimizer in self.optimizers
+            ],
+        }
+        state = {**header, **makers, **{name: encoder.encode(value, name) for name, value in values.items()}}
         split = [index for index, optimizer in enumerate(self.optimizers) if shards.is_zero(optimizer)]
         state |= {"meshes": encoder.meshes, "split_optimizers": split}
         steady = self._steady()
@@ -150,9 +155,20 @@ class TrainingState:
             raise ValueError(f"the checkpoint's state has format {state.get('format')!r}, expected {FORMAT}")
         names = ("model", "optimizer", "scheduler", "scaler", "gradients", "window", "extra", "data", "rng")
         values = {name: decode(state[name], tensors) for name in names}
+        if len(values["optimizer"]) != len(self.optimizers):
+            expected = f"{len(values['optimizer'])} as in the checkpoint"
+            raise ValueError(f"optimizer has {len(self.optimizers)} elements, expected {expected}")
+        self._match_parameters(state)
+        for index, (optimizer, order) in enumerate(zip(self.optimizers, self._orders, strict=True)):
+            inner = optimizer.optim if shards.is_zero(optimizer) else optimizer
+            check_maker(index, inner, values["optimizer"][index], state.get("optimizer_classes"))
+            values["optimizer"][index] = order.state(values["optimizer"][index])
+            values["gradients"][index] = order.values(values["gradients"][index])
+        values["model"] = {plain_name(name): value for name, value in values["model"].items()}
         self._check(values, is_same_world)
         self._place(values)
-        self.model.load_state_dict(values["model"])
+        ours = {plain_name(name): name for name in self.model.state_dict()}
+        self.model.load_state_dict({ours[name]: value for name, value in values["model"].items()})
         for optimizer, saved in zip(self.optimizers, values["optimizer"], strict=True):
             if shards.is_zero(optimizer):
                 shards.load_zero(optimizer, saved, load_optimizer)
@@ -191,15 +207,15 @@ class TrainingState:
             self.give_window(self.window)
 
     def _check(self, values: dict[str, Any], is_same_world: bool) -> None:
-        ours = self.model.state_dict()
+        ours = self._model_state()
         _check_names("model", ours, values["model"])
         for name, saved in values["model"].items():
             here = ours[name]
             if isinstance(here, Tensor) and not is_lazy(here) and _form(here) != _form(saved):
                 raise ValueError(f"model has {name!r} as {_form(here)}, expected {_form(saved)} as in the checkpoint")
-        for name, here in (("optimizer", self.optimizers), ("scheduler", self._schedulers)):
-            if len(here) != len(values[name]):
-                raise ValueError(f"{name} has {len(here)} elements, expected {len(values[name])} as in the checkpoint")
+        if len(self._schedulers) != len(values["scheduler"]):
+            expected = f"{len(values['scheduler'])} as in the checkpoint"
+            raise ValueError(f"scheduler has {len(self._schedulers)} elements, expected {expected}")
         if (self._scaler is None) != (values["scaler"] is None):
             expected = "none" if values["scaler"] is None else "one"
             raise ValueError(f"scaler is {self._scaler!r}, expected {expected} as in the checkpoint")
@@ -248,25 +264,54 @@ class TrainingState:
 
     def wanted(self, checkpoint: Checkpoint, state: JSON) -> JSON:
         """Returns a saved state with the states of all parameters that a ZeroRedundancyOptimizer has on this rank."""
+        self._match_parameters(state)
 
         def numbers(index: int) -> set[int] | None:
             optimizer = self.optimizers[index] if index < len(self.optimizers) else None
-            return shards.zero_numbers(optimizer) if shards.is_zero(optimizer) else None
+            if not shards.is_zero(optimizer):
+                return None
+            return {self._orders[index].saved(number) for number in shards.zero_numbers(optimizer)}
 
         return shards.merged(checkpoint, state, numbers)
 
     def region(self, path: str, shape: Sequence[int]) -> shards.Region:
-        """Returns the offset and the shape of the part that this rank has of a sharded tensor in the state."""
+        """Returns the offset and the shape of the part that this rank has of a sharded tensor in a saved state."""
+        head, _, rest = path.partition("/")
+        if head in ("optimizer", "gradients"):
+            parts = rest.split("/")
+            at = 2 if head == "optimizer" else 1
+            index = int(parts[0])
+            if index < len(self._orders):
+                parts[at] = str(self._orders[index].ours(int(parts[at])))
+            path = "/".join([head, *parts])
+        return self._region(path, shape)
+
+    def _region(self, path: str, shape: Sequence[int]) -> shards.Region:
         like = self._like(path)
         if like is None or not is_dtensor(like):
             return shards.whole_region(path, shape)
         return shards.region_of(shape, like.device_mesh, self._placements(path, like, shape))
 
+    def _model_state(self) -> dict[str, Any]:
+        """Returns the module's state dict, whose names are the same with and without torch.compile of submodules."""
+        return {plain_name(name): value for name, value in self.model.state_dict().items()}
+
+    def _match_parameters(self, state: JSON) -> None:
+        """Finds where each optimizer's parameters are in a saved state."""
+        ours = parameter_names(self.model, self.optimizers)
+        saved = state.get("parameters") if isinstance(state, dict) else None
+        if saved:  # A model with other names also has other parameters; its error says more.
+            _check_names("model", self._model_state(), {plain_name(name): None for name in state["model"]})
+        self._orders = [
+            ParameterOrder(f"optimizer[{index}]", names, saved[index] if saved and index < len(saved) else names)
+            for index, names in enumerate(ours)
+        ]
+
     def _like(self, path: str) -> Tensor | None:
         """Returns the parameter or buffer to which a tensor of the state belongs; None if there is none."""
         head, _, rest = path.partition("/")
         if head == "model":
-            found = self.model.state_dict().get(rest)
+            found = self._model_state().get(plain_name(rest))
             return found if isinstance(found, Tensor) else None
         parts = rest.split("/")
         index, number = int(parts[0]), int(parts[2 if head == "optimizer" else 1])
@@ -307,7 +352,7 @@ class TrainingState:
                 )
             if value.shape != like.shape:
                 return value
-            offset, local = self.region(path, value.shape)
+            offset, local = self._region(path, value.shape)
             cut = tuple(slice(at, at + size) for at, size in zip(offset, local, strict=True))
             value = shards.Shard(value[cut].clone(), tuple(value.shape), path)
         from torch.distributed.tensor import DTensor
@@ -395,21 +440,6 @@ def state_dicts(checkpoint: Checkpoint, rank: int = 0) -> dict[str, Any] | None:
     return {name: shards.without_shards(decode(part, tensors)) for name, part in parts.items()}
 
 
-def parameter_names(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[str | None]]:
-    """Returns the names of each optimizer's parameters in the order of its groups; None: it is not in the model."""
-    names: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), _WRAPPER_PARTS.sub("", name))
-    return [[names.get(id(param)) for group in one.param_groups for param in group["params"]] for one in optimizers]
-
-
-def saved_parameter_names(checkpoint: Checkpoint, rank: int = 0) -> list[list[str | None]] | None:
-    """Returns what `parameter_names` returned at the save; None for checkpoints of older versions."""
-    state: Any = checkpoint.state(rank)
-    found: list[list[str | None]] | None = state.get("parameters") if isinstance(state, dict) else None
-    return found
-
-
 def names_of(state: JSON) -> list[str]:
     """Returns the names of all tensors that a captured state refers to."""
     return list(dict.fromkeys(references(state)))
@@ -453,14 +483,3 @@ def _check_names(what: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -
         raise ValueError(f"{what} has no {missing[0]!r}, which is in the checkpoint ({len(missing)} such names)")
     if extra := sorted(ours.keys() - saved.keys()):
         raise ValueError(f"{what} has {extra[0]!r}, which is not in the checkpoint ({len(extra)} such names)")
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Loads a state dict; every state keeps the dtype in which it was saved, where torch casts to the parameter's."""
-    optimizer.load_state_dict(saved)
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        for param, key in zip(group["params"], saved_group["params"], strict=True):
-            for name, value in saved["state"].get(key, {}).items():
-                loaded = optimizer.state[param].get(name)
-                if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                    optimizer.state[param][name] = value.to(loaded.device, copy=True)

@@ -160,3 +160,19 @@ def test_a_value_that_contains_itself_is_refused() -> None:
 def test_a_mark_of_a_later_version_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\$later"):
         decode({"$later": 1}, {})
+
+
+@pytest.mark.parametrize("kind", ["negative", "conjugate"])
+def test_lazy_tensors_of_one_shape_stay_apart(kind: str) -> None:
+    """Their values are temporaries, and the allocator gives the next one the address of the last."""
+
+    def made() -> torch.Tensor:
+        values = torch.randn(32, 16, dtype=torch.complex64)
+        return values.conj().imag.t() if kind == "negative" else values.t().conj()
+
+    given = {str(index): made() for index in range(8)}
+    encoder = Encoder(lambda _: False, "")
+    found = decode(encoder.encode(given, "extra"), encoder.tensors)
+    assert len(encoder.tensors) == len(given)
+    for name, value in given.items():
+        torch.testing.assert_close(found[name], value.resolve_conj().resolve_neg(), rtol=0, atol=0)

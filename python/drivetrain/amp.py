@@ -103,7 +103,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(optimizer, FusedOptimizer) and not allow_fp16:
             flags = defer_unscaling(params, inv_scale, found_inf)
             if flags is not None:
-                return flags
+                return flags  # type: ignore[return-value]  # torch needs no dict
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

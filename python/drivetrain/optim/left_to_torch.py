@@ -50,10 +50,6 @@ class LeftToTorch(StateDicts):
             return None
         return next((in_place_of[each] for each in type(self).__mro__ if each in in_place_of), None)
 
-    def _torchs_base(self) -> type[torch.optim.Optimizer]:
-        """Returns the torch class that this class derives from and takes its states' names from."""
-        return next(each for each in type(self).__mro__ if each.__module__.partition(".")[0] == "torch")
-
     def _refuse_unsupported(self, options: dict[str, Any]) -> None:
         """Raises for options of torch's that no step here has, or leaves all steps to torch's class."""
         try:

@@ -47,13 +47,19 @@ class StateDicts(NativeStep):
         self._reader = None  # The reader describes the states before the load.
         self._find_devices()
         for group in self.param_groups:
-            for option in _MAY_BE_ABSENT & self.defaults.keys():
-                group.setdefault(option, self.defaults[option])
+            # torch's own __setstate__() fills in what groups of its classes lack.
+            if self._torchs_base() is torch.optim.Optimizer:
+                for option in self.defaults.keys() & _MAY_BE_ABSENT - {"differentiable"}:
+                    group.setdefault(option, self.defaults[option])
             for option, value in self._precision.items():
                 group.setdefault(option, value)
         if self._loading is not None:
             self._keep_dtypes(self._loading)
         self._place_step_counters()
+
+    def _torchs_base(self) -> type[torch.optim.Optimizer]:
+        """Returns the torch class that this class derives from and takes its states' names from."""
+        return next(each for each in type(self).__mro__ if each.__module__.partition(".")[0] == "torch")
 
     def _place_step_counters(self) -> None:
         """Moves step counters, and the scalars of some rules, to the device where the step reads them.

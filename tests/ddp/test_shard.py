@@ -490,11 +490,14 @@ def check_steps_that_raise() -> None:
             kind(net.parameters(), lr=1.0).step()
     with pytest.raises(TypeError, match="copy its `module`"):
         net._sharding.__reduce__()
-    kept = net.module
+    net = DistributedDataParallel(Odd(), shard="optimizer")
+    optimizer = drivetrain.optim.SGD(net.parameters(), lr=1.0)
+    loss_of(net, 0).backward()
+    optimizer.step()
     del net
     gc.collect()
     with pytest.raises(RuntimeError, match="was deleted: keep the wrapper"):
-        drivetrain.optim.SGD(kept.parameters(), lr=1.0).step()
+        optimizer.step()
 
 
 def test_what_sharding_does_not_support_raises(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:

@@ -1,5 +1,6 @@
 """Awaits the gathers of parameters that a step has begun, each at the first use of its bucket that can be seen."""
 
+import functools
 import threading
 import warnings
 import weakref
@@ -107,6 +108,10 @@ class _Watched(dict[str, nn.Parameter | None]):
             self._gathers.wait_for([param])
         return param
 
+    def is_for(self, gathers: Gathers) -> bool:
+        """Returns whether it waits for these gathers."""
+        return self._gathers is gathers
+
     def _wait(self) -> None:
         if self._gathers.pending:
             self._gathers.wait_for(super().values())
@@ -137,23 +142,40 @@ class _Watched(dict[str, nn.Parameter | None]):
         return dict, (self.copy(),)
 
 
-def finish(gathers: Gathers) -> None:
-    """Waits for the remaining gathers, as other ranks may still copy this rank's rows. A failure is a warning."""
+def finish(gathers: Gathers, ends: Iterable[Callable[[], None]]) -> None:
+    """Waits for the remaining gathers, as other ranks may still copy this rank's rows, and calls `ends`.
+
+    A failure of the gathers is a warning.
+    """
     try:
         gathers.wait()
+        for end in ends:
+            end()
     except RuntimeError as error:
         warnings.warn(f"drivetrain: parameters of a deleted wrapper were not gathered: {error}", stacklevel=2)
 
 
-def watch(module: nn.Module, gathers: Gathers) -> None:
+def watch(module: nn.Module, gathers: Gathers) -> list[Callable[[], None]]:
     """Makes the module's parts wait for gathers when something takes a parameter from them, or calls them.
 
     The call matters for modules that keep references, as nn.LSTM does.
+
+    Returns:
+        Calls that take the watches off again.
     """
+    ends: list[Callable[[], None]] = []
     for part in module.modules():
         if part._parameters:
             part.__dict__["_parameters"] = _Watched(part._parameters, gathers)
-            part.register_forward_pre_hook(_Call(gathers))
+            ends.append(part.register_forward_pre_hook(_Call(gathers)).remove)
+            ends.append(functools.partial(_unwatch, weakref.ref(part), gathers))
+    return ends
+
+
+def _unwatch(of: weakref.ref[nn.Module], gathers: Gathers) -> None:
+    part = of()
+    if part is not None and isinstance(watched := part.__dict__["_parameters"], _Watched) and watched.is_for(gathers):
+        part.__dict__["_parameters"] = watched.copy()
 
 
 class _Call:

@@ -55,9 +55,9 @@ class KeptRows:
         # Native code refers to these calls, and gc does not see that.
         reducer.set_put_aside(_weakly(self, KeptRows._put_all_aside))
         reducer.add_on_reduced(_keep)
-        self._handles = [
-            param.register_hook(_weakly(self, KeptRows._put_aside, index)) for index, param in enumerate(params)
-        ]
+        for index, param in enumerate(params):
+            handle = param.register_hook(_weakly(self, KeptRows._put_aside, index))
+            weakref.finalize(self, handle.remove)  # the parameter outlives its wrapper
 
     # ---- Rows of one backward.
 
@@ -239,4 +239,4 @@ def _keep(params: list[nn.Parameter], _: bool) -> None:
             rows = piece.rows_of(param.grad)
             kept, piece.kept = piece.kept, None
             kept = rows.clone() if kept is None else kept.add_(rows)
-            param.grad = piece.distributed(kept)
+            param.grad = piece.shown(kept)

@@ -1,6 +1,7 @@
 """Shares optimizer states and gradients among ranks: the part of DistributedDataParallel behind `shard`."""
 
 import functools
+import gc
 import itertools
 import weakref
 from collections import defaultdict
@@ -251,6 +252,8 @@ class Sharding:
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
+        from ..optim.rows import refuse_files
+
         for name, param in named:
             _check_param(name, param)
         group = process_group if shard_group is None else shard_group
@@ -260,6 +263,7 @@ class Sharding:
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._comm = comm if shard_group is None else transports.make_comm(transport, group, named[0][1].device)
         self._mesh = DeviceMesh.from_group(group, self._device.type)
+        refuse_files(self._mesh)
         self._params = [param for _, param in named]
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[_Bucket] = []
@@ -267,8 +271,8 @@ class Sharding:
         self._gathers = Gathers(self._bucket_of)
         self._overlaps = overlaps is not None
         if overlaps is not None:
-            watch(overlaps, self._gathers)
-            self._finish = weakref.finalize(self, finish, self._gathers)
+            ends = watch(overlaps, self._gathers)
+            self._finish = weakref.finalize(self, finish, self._gathers, ends)
         reducer.is_sharded = True
         self.rows: KeptRows | None = None
         if shard == "gradients":
@@ -424,7 +428,12 @@ def _check_param(name: str, param: Tensor) -> None:
             "contiguous before wrapping, or leave shard= out."
         )
     if pieces.piece_of(param) is not None:
-        raise RuntimeError(f"parameter {name!r} is sharded by another DistributedDataParallel already.")
+        gc.collect()  # the wrapper may be part of a cycle that nothing refers to
+    if pieces.piece_of(param) is not None:
+        raise RuntimeError(
+            f"parameter {name!r} is sharded by another DistributedDataParallel, which something still refers "
+            "to: delete it before its module is wrapped again."
+        )
 
 
 def _check_devices(named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:

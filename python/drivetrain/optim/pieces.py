@@ -22,6 +22,8 @@ from .sharded import is_dtensor, local_part, state_placements
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from .rows import Rows
+
 
 class Owner(Protocol):
     """The object that shares parameters among ranks: a wrapper's ddp.sharding.Sharding."""
@@ -50,6 +52,7 @@ class Piece:
         self.part = part
         self.local = local_part(part)
         self.kept: Tensor | None = None  # reduced gradient that a backward under way adds to
+        self.users: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their states may be parts
         self._rows = rows
         self._owner = weakref.ref(owner)
         self._address = param.data_ptr()
@@ -82,9 +85,20 @@ class Piece:
         """Returns this rank's rows of a tensor of the parameter's shape, as a view."""
         return whole[self._rows[0] : self._rows[1]] if whole.ndim else whole
 
+    @property
+    def is_alive(self) -> bool:
+        """Returns whether the wrapper is still there."""
+        return self._owner() is not None
+
     def distributed(self, local: Tensor) -> "DTensor":
         """Returns a DTensor of the parameter's shape of which this rank has `local`, which it shares memory with."""
         return type(self.part)(local, self.part._spec, requires_grad=False)
+
+    def shown(self, local: Tensor) -> "Rows":
+        """Returns `distributed(local)` as rows that scripts use."""
+        from .rows import rows_of  # a module that imports torch's DTensor, which takes long
+
+        return rows_of(self.distributed(local))
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """Returns this rank's rows of the parameter's gradient."""
@@ -167,7 +181,14 @@ def add(param: Tensor, piece: Piece) -> None:
 
 def piece_of(param: Tensor) -> Piece | None:
     """Returns the parameter's piece, if a wrapper shares it among ranks."""
-    return _pieces.get(param) if _pieces else None
+    piece = _pieces.get(param) if _pieces else None
+    return piece if piece is not None and piece.is_alive else None
+
+
+def _piece_for(optimizer: torch.optim.Optimizer, param: Tensor) -> Piece | None:
+    """Returns the parameter's piece; that of a deleted wrapper only if the optimizer has used it."""
+    piece = _pieces.get(param) if _pieces else None
+    return piece if piece is not None and (piece.is_alive or optimizer in piece.users) else None
 
 
 def part_or_itself(param: Tensor) -> Tensor:
@@ -178,7 +199,13 @@ def part_or_itself(param: Tensor) -> Tensor:
 
 def has_any(params: Iterable[Tensor]) -> bool:
     """Returns whether a wrapper shares one of the parameters among ranks."""
-    return bool(_pieces) and any(param in _pieces for param in params)
+    return bool(_pieces) and any(piece_of(param) is not None for param in params)
+
+
+def _has_any(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether a wrapper shares one of the optimizer's parameters among ranks."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return bool(_pieces) and any(_piece_for(optimizer, param) is not None for param in params)
 
 
 @contextmanager
@@ -212,11 +239,12 @@ class Swapped:
             (param, piece)
             for group in optimizer.param_groups
             for param in group["params"]
-            if (piece := _pieces.get(param)) is not None
+            if (piece := _piece_for(optimizer, param)) is not None
         ]
         gradients = []
         for param, piece in found:
             piece.check(param)
+            piece.users.add(optimizer)
             gradients.append(piece.gradient(param) if with_gradients else None)
         self._params = [param for param, _ in found]
         self._stand_ins = [piece.part if as_parts else piece.local for _, piece in found]
@@ -263,7 +291,7 @@ class Swapped:
 @contextmanager
 def in_place(optimizer: torch.optim.Optimizer, with_gradients: bool = False) -> Iterator[Swapped | None]:
     """Puts parts in place of sharded parameters in the groups and the state of an optimizer of drivetrain.optim."""
-    if not _pieces or not has_any(param for group in optimizer.param_groups for param in group["params"]):
+    if not _has_any(optimizer):
         yield None
         return
     swapped = Swapped(optimizer, as_parts=True, with_gradients=with_gradients)
@@ -307,7 +335,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     if getattr(optimizer, "steps_pieces", False):
         return
     restore(optimizer)
-    if not has_any(param for group in optimizer.param_groups for param in group["params"]):
+    if not _has_any(optimizer):
         return
     kind = type(optimizer).__name__
     if inspect.unwrap(type(optimizer).step) not in _ELEMENT_WISE:
@@ -360,7 +388,7 @@ def _distributed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     states = dict(state_dict["state"])
     for key, param in zip(keys, params, strict=True):
-        piece = piece_of(param)
+        piece = _pieces.get(param)
         if piece is not None and key in states:
             states[key] = {name: piece.distributed_state(name, value) for name, value in states[key].items()}
     return {**state_dict, "state": states}

@@ -232,10 +232,20 @@ def shared_value(param: "DTensor", name: str, value: Any) -> Any:
 
 
 def portable(param: Tensor | None, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a parameter's state for any number of ranks: 8-bit entries of a DTensor become float32 DTensors."""
-    if param is None or not is_dtensor(param) or not any(precision.is_of_blocks(name) for name in values):
+    """Returns a parameter's state for any number of ranks: 8-bit entries of a DTensor become float32 DTensors.
+
+    16-bit integers become Rows, which ranks can gather.
+    """
+    if param is None or not is_dtensor(param):
         return values
-    result = {}
-    for name, value in precision.without_blocks(values).items():
-        result[name] = value if is_dtensor(value) else shared_value(param, name, value)
-    return result
+    if any(precision.is_of_blocks(name) for name in values):
+        values = {
+            name: value if is_dtensor(value) else shared_value(param, name, value)
+            for name, value in precision.without_blocks(values).items()
+        }
+    from .rows import rows_of  # after the first DTensor: the import takes a while
+
+    return {
+        name: rows_of(value) if is_dtensor(value) and value.dtype == torch.int16 else value
+        for name, value in values.items()
+    }

@@ -93,7 +93,7 @@ void BucketQueue::reduce(size_t index) {
   const Progress::Wait wait(*parts_.collectives.progress(), bucket.label, Progress::after_bucket(index));
   const Stopwatch stopwatch(parts_.times.exposed);
   if (hook_) {
-    if (!bucket.sparse) show(bucket.flat, bucket.seen);
+    if (!bucket.sparse) show(bucket.flat, bucket.seen, parts_.buffer.settings.stays_views);
     HookBucket seen{index, states_.size(), bucket.sparse ? bucket.flat : bucket.seen, {}, {}};
     for (size_t param : bucket.params) {
       if (!bucket.sparse) seen.offsets.push_back(parts_.buffer.region(param).offset / bucket.flat.element_size());
@@ -182,11 +182,9 @@ void BucketQueue::take_hook_result(size_t index) {
   const at::Tensor values = result.as_strided({numel}, {1}, 0);
   const bool is_same_type = values.scalar_type() == bucket.flat.scalar_type();
   if (is_same_type && values.const_data_ptr() == bucket.flat.const_data_ptr()) return;
-  if (parts_.buffer.settings.low_precision.has_value()) {
-    parts_.gradients.copy_to_full_precision(bucket, values);
-  } else {
-    bucket.flat.copy_(values.is_alias_of(bucket.seen) ? values.clone() : values);
-  }
+  const bool may_overlap = parts_.buffer.settings.stays_views && values.is_alias_of(bucket.seen);
+  bucket.flat.copy_(may_overlap ? values.clone() : values);
+  if (parts_.buffer.settings.low_precision.has_value()) parts_.gradients.copy_to_full_precision(bucket, values);
 }
 
 // ---- Hand over.

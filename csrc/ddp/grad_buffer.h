@@ -29,7 +29,7 @@ struct Bucket {
   int64_t end = 0;                           // likewise
   // One-dimensional, padding included, in the parameters' dtype. For a sparse bucket this step's gradient.
   at::Tensor flat;
-  at::Tensor seen;                           // shows a communication hook the same memory
+  at::Tensor seen;                           // its values as a communication hook gets them
   std::shared_ptr<const RankRanges> ranges;  // which part each rank keeps; null: each keeps everything
 };
 

@@ -234,6 +234,19 @@ def stale_by_a_step() -> tuple[Any, Hook]:
     return {}, hook
 
 
+def residuals_of_grad() -> tuple[Any, Hook]:
+    """Rounds the buffer in place, and keeps what .grad, which stays as it is, has more than it."""
+
+    def hook(residuals: dict[int, Tensor], bucket: dist.GradBucket) -> Any:
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            grad.add_(residuals.get(id(param), torch.zeros(())))
+            grad.copy_((grad * 8).round() / 8)
+            residuals[id(param)] = param.grad - grad
+        return when_summed(bucket.buffer(), lambda total: total / world())
+
+    return {}, hook
+
+
 def last_bucket_clips() -> tuple[Any, Hook]:
     """Adds up a norm over buckets until is_last(), and scales the last bucket by it."""
 
@@ -290,6 +303,7 @@ OWN = [
     emptied_storage,
     momentum_in_hook,
     stale_by_a_step,
+    residuals_of_grad,
     last_bucket_clips,
 ]
 NUM_WITH_CALLBACKS = 3  # the first of the following
@@ -420,6 +434,12 @@ def own_hooks() -> None:
         compare(make_hook, TRANSPORTS[i % 2], bucket_cap_mb=(1e-4, 3e-4, 25)[i % 3])
 
 
+def own_hooks_over_views() -> None:
+    """Leaves out other_dtype, whose result torch's class takes for float32 where it lies in the buffer."""
+    for i, make_hook in enumerate(make_hook for make_hook in OWN if make_hook is not other_dtype):
+        compare(make_hook, TRANSPORTS[i % 2], bucket_cap_mb=(3e-4, 1e-4)[i % 2], gradient_as_bucket_view=True)
+
+
 def torchs_hooks() -> None:
     """Leaves out quantized hooks, which read a future that gloo fills in another way, and the bfloat16 hook of NCCL.
 
@@ -459,6 +479,6 @@ def ways_of_training() -> None:
         compare((noise_in_place, momentum_in_hook, top_k_with_feedback)[i % 3], TRANSPORTS[i % 2], **options)
 
 
-@pytest.mark.parametrize("function", [own_hooks, torchs_hooks, ways_of_training])
+@pytest.mark.parametrize("function", [own_hooks, own_hooks_over_views, torchs_hooks, ways_of_training])
 def test_hooks_see_torchs_buckets(on_ranks: OnRanks, function: Callable[[], None]) -> None:
     on_ranks(function)

@@ -2,6 +2,7 @@
 #include "ddp/transport/comm_hook.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/Allocator.h>
 
 #include "base/check.h"
@@ -9,11 +10,15 @@
 
 namespace drivetrain::ddp {
 
-void show(const at::Tensor& flat, at::Tensor& seen) {
-  if (seen.defined() && seen.sizes().equals(flat.sizes()) && seen.scalar_type() == flat.scalar_type() &&
-      seen.is_contiguous() && seen.const_data_ptr() == flat.const_data_ptr()) {
+void show(const at::Tensor& flat, at::Tensor& seen, bool shares_memory) {
+  const bool is_intact = seen.defined() && seen.sizes().equals(flat.sizes()) && seen.is_contiguous() &&
+                         seen.scalar_type() == flat.scalar_type() && seen.storage().nbytes() >= flat.nbytes();
+  if (!shares_memory) {
+    if (!is_intact) seen = at::empty_like(flat);
+    seen.copy_(flat);
     return;
   }
+  if (is_intact && seen.const_data_ptr() == flat.const_data_ptr()) return;
   seen = at::empty({0}, flat.options());  // for a storage with torch's allocator
   const auto keep_memory = [flat](void*) {};
   const c10::Storage storage = seen.storage();

@@ -22,9 +22,9 @@ struct HookBucket {
   std::vector<at::Tensor> params;
 };
 
-// Makes `seen` a tensor over the memory of `flat` that a hook may also resize or set, unless it is one already. Its
-// storage moves elsewhere then, and `flat` keeps the memory.
-void show(const at::Tensor& flat, at::Tensor& seen);
+// Gives a hook the values of `flat` in `seen`, which it may write, resize or set. Replaces `seen` after that.
+// shares_memory: `seen` shows the memory of `flat`, unless the hook moves it, as with gradient_as_bucket_view=True.
+void show(const at::Tensor& flat, at::Tensor& seen, bool shares_memory);
 
 // One run of a hook. After wait(), result() is the value of the hook's future: flat itself, or a tensor of any dtype
 // whose storage begins with the result.

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/torch_text.h"
 #include "ddp/errors.h"
+#include "ddp/replicas.h"
 #include "ddp/tensors.h"
 
 namespace drivetrain::ddp {
@@ -70,6 +71,7 @@ void BucketQueue::start(size_t index) {
   }
   if (!is_skipped(index)) {
     parts_.check.check(index);
+    compare_changes(index);
     reduce(index);
   }
   if (!bucket.ends_group) return;
@@ -81,6 +83,16 @@ void BucketQueue::start(size_t index) {
       what = *parts_.buffer.bucket(i - 1).label + ", " + what;
     }
     parts_.collectives.fail_step("the all-reduce of " + what, error.what());
+  }
+}
+
+// The host waits for a device here, which only a hook that changes parameters makes necessary.
+void BucketQueue::compare_changes(size_t index) {
+  for (const size_t param : parts_.buffer.bucket(index).params) {
+    if (!std::exchange(parts_.gradients[param].is_changed, false)) continue;
+    const Parameter& of = parts_.params[param];
+    const int64_t checksum = hash_of(std::vector<at::Tensor>{of.tensor}).item<int64_t>();
+    parts_.collectives.compare_change(param, checksum, consumed_message(of, "was changed"));
   }
 }
 

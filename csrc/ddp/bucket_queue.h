@@ -112,6 +112,7 @@ class BucketQueue {
   };
 
   void put_in(size_t param);
+  void compare_changes(size_t bucket);
   void reduce(size_t bucket);
   void take_hook_result(size_t bucket);
   void make_room_for(size_t bucket);

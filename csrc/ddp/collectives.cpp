@@ -30,13 +30,13 @@ void Collectives::set_comm(std::shared_ptr<Comm> comm) {
   if (comm_->board() != nullptr) wrapper_number_ = comm_->board()->add_wrapper(wrapper_);
 }
 
-void Collectives::show(Purpose purpose, size_t bucket) {
-  const Tag shown = tag(purpose, bucket);
+void Collectives::show(const Tag& shown) {
   comm_->set_tag(shown);
   if (comm_->board() != nullptr) comm_->board()->show(shown);
 }
 
 void Collectives::promise(const std::vector<std::pair<Purpose, size_t>>& purposes) {
+  change_.clear();
   if (comm_->board() == nullptr || comm_->board()->has_all_ranks()) return;
   std::vector<Tag> tags;
   for (const auto& [purpose, bucket] : purposes) tags.push_back(tag(purpose, bucket));
@@ -52,6 +52,17 @@ void Collectives::announce(Purpose purpose, const std::string& what, size_t buck
     show(purpose, bucket);
   } catch (const std::exception& error) {
     fail_step(what, error.what());
+  }
+}
+
+void Collectives::compare_change(size_t param, int64_t checksum, std::string warning) {
+  change_ = std::move(warning);
+  Tag shown = tag(Purpose::kChange, param);
+  shown.step = checksum & INT32_MAX;  // as much as a tag holds
+  try {
+    show(shown);
+  } catch (const std::exception& error) {
+    fail_step("the comparison of parameters that hooks changed", error.what());
   }
 }
 
@@ -163,8 +174,8 @@ void Collectives::fail(const std::string& what, const std::string& report) const
            ParameterClaims::has_several_reducers() ? " of " + wrapper_ : "",
            ". A rank has probably died, hangs or has left out a step. Look for the first error in the "
            "others' logs, and whether they name the same step. The transport reports: ",
-           report, is_told ? "" : "\n", is_told ? "" : parted, ended.empty() ? "" : "\n", ended,
-           hang.empty() ? "" : "\nThe last report before that: ", hang));
+           report, is_told ? "" : "\n", is_told ? "" : parted, change_.empty() ? "" : "\n", change_,
+           ended.empty() ? "" : "\n", ended, hang.empty() ? "" : "\nThe last report before that: ", hang));
 }
 
 }  // namespace drivetrain::ddp

@@ -50,6 +50,11 @@ class Collectives {
   // Tells the other ranks which collective comes next, where this object does not start it. Abandons the step and
   // throws if another rank's collective does not belong to it. what: the collective's name in the error.
   void announce(Purpose purpose, const std::string& what, size_t bucket = 0);
+  // Returns true if the ranks can compare values without a collective.
+  bool can_compare() const { return comm_->board() != nullptr; }
+  // Shows the other ranks the checksum of a parameter that a hook has changed. Throws like announce() if theirs differ.
+  // warning: goes with the error of a collective that fails later in the step.
+  void compare_change(size_t param, int64_t checksum, std::string warning);
   // Returns how two ranks have differed in a collective; "": they have not.
   std::string difference() const { return comm_->board() != nullptr ? comm_->board()->difference() : ""; }
 
@@ -85,7 +90,8 @@ class Collectives {
 
  private:
   Tag tag(Purpose purpose, size_t bucket) const { return {purpose, steps_ + 1, bucket, wrapper_number_}; }
-  void show(Purpose purpose, size_t bucket = 0);
+  void show(const Tag& shown);
+  void show(Purpose purpose, size_t bucket = 0) { show(tag(purpose, bucket)); }
   void await(PendingReduce& reduce) const;
   at::Tensor sum_of_rows(const std::vector<double>& values, const std::string& what, c10::Device device);
   std::vector<at::Tensor> rows(const at::Tensor& gathered) const;
@@ -96,6 +102,7 @@ class Collectives {
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   Recovery recovery_;
   std::function<std::string()> ended_ranks_;
+  std::string change_;  // the warning of compare_change() in the step under way
   int64_t steps_ = 0;
 };
 

@@ -67,15 +67,13 @@ void check_gradient(const Parameter& param, const at::Tensor& grad, at::ScalarTy
   }
 }
 
-void check_unconsumed(const Parameter& param, uint32_t version, bool came) {
-  const bool taken = came && !param.tensor.grad().defined();
-  if (!taken && param.tensor._version() == version) return;
-  throw EnvironmentError(
-      text("parameter '", param.name, taken ? "' lost its gradient" : "' was changed",
-           " during backward, before its gradient was reduced over ranks. A hook (register_post_accumulate_grad_hook, "
-           "an optimizer fused into backward) used this rank's own gradient, and the replicas would diverge. Step "
-           "after backward, use torch.distributed.optim._apply_optimizer_in_backward before wrapping, or register a "
-           "communication hook."));
+std::string consumed_message(const Parameter& param, const std::string& what) {
+  return text(
+      "parameter '", param.name, "' ", what,
+      " during backward, before its gradient was reduced over ranks. A hook (register_post_accumulate_grad_hook, "
+      "an optimizer fused into backward) used this rank's own gradient, and the replicas would diverge. Step "
+      "after backward, use torch.distributed.optim._apply_optimizer_in_backward before wrapping, or register a "
+      "communication hook.");
 }
 
 void fail_incomplete(const Parameters& params, const MissingGradients& missing) {

@@ -54,9 +54,8 @@ void check_frozen(const std::vector<std::pair<std::string, at::Tensor>>& frozen)
 // Throws unless the gradient has the parameter's shape and device, this dtype, and the expected layout.
 void check_gradient(const Parameter& param, const at::Tensor& grad, at::ScalarType expected);
 
-// Throws if a hook that ran before the reducer's consumed this rank's own gradient: the replicas would diverge.
-// version: of the parameter when its backward was prepared; came: autograd brought a gradient.
-void check_unconsumed(const Parameter& param, uint32_t version, bool came);
+// Says that a hook consumed this rank's own gradient, or may have: the replicas would diverge. what: "was changed".
+std::string consumed_message(const Parameter& param, const std::string& what);
 
 // Describes which parameters of a step got no gradient.
 struct MissingGradients {

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/autograd/context/context.h>
 
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <utility>
@@ -24,6 +25,24 @@ using torch::distributed::autograd::ThreadLocalDistAutogradContext;
 }  // namespace
 
 // ---- Hooks.
+
+// Runs before a gradient is accumulated. A change of the parameter until Hook runs is the work of a hook. Earlier ones
+// need not be, as a checkpointed forward runs again inside backward and may write parameters.
+class Reducer::ArrivalHook : public torch::autograd::FunctionPreHook {
+ public:
+  ArrivalHook(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    if (const auto reducer = reducer_.lock()) {
+      reducer->with_parts([this](ReducerParts& parts) { parts.gradients.note_arrival(index_); });
+    }
+    return grads;
+  }
+
+ private:
+  const std::weak_ptr<Reducer> reducer_;
+  const size_t index_;
+};
 
 // Runs after a gradient has been accumulated. It implements nothing for compiled autograd, which therefore refuses it
 // with an error instead of leaving it out.
@@ -72,6 +91,9 @@ std::shared_ptr<Reducer> Reducer::make(std::vector<at::Tensor> params, std::vect
   for (Parameter& param : reducer->parts_.params) {
     param.accumulator = grad_accumulator_of(param.tensor);
     auto hook = std::make_unique<Hook>(reducer, reducer->hooks_.size());
+    auto arrival = std::make_unique<ArrivalHook>(reducer, reducer->hooks_.size());
+    reducer->arrival_hooks_.push_back(arrival.get());
+    param.accumulator->add_pre_hook(std::move(arrival));
     reducer->hooks_.push_back(param.accumulator->add_post_hook(std::move(hook)));
   }
   return reducer;
@@ -81,17 +103,23 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
                  ReducerOptions options)
     : parts_(std::move(params), std::move(names), std::move(comm), std::move(options)) {}
 
-Reducer::~Reducer() {
-  for (size_t i = 0; i < hooks_.size(); ++i) parts_.params[i].accumulator->del_post_hook(hooks_[i]);
+Reducer::~Reducer() { remove_hooks(); }
+
+void Reducer::remove_hooks() {
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    torch::autograd::Node& accumulator = *parts_.params[i].accumulator;
+    accumulator.del_post_hook(hooks_[i]);
+    auto& before = accumulator.pre_hooks();
+    const auto is_ours = [&](const auto& hook) { return hook.get() == arrival_hooks_[i]; };
+    before.erase(std::remove_if(before.begin(), before.end(), is_ours), before.end());
+  }
+  hooks_.clear();
 }
 
 void Reducer::remove_autograd_hooks() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (size_t i = 0; i < hooks_.size(); ++i) {
-    parts_.params[i].accumulator->del_post_hook(hooks_[i]);
-    parts_.params[i].accumulator.reset();
-  }
-  hooks_.clear();
+  remove_hooks();
+  for (Parameter& param : parts_.params) param.accumulator.reset();
   parts_.reset();
 }
 
@@ -116,7 +144,6 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
     parts_.reset();
     parts_.has_begun = true;
     ++parts_.forwards;
-    parts_.gradients.note_versions();
     // After several forwards the order of their backwards is unknown. Unused parameters are then found at the end.
     if (parts_.used.may_change() && parts_.forwards == 1) parts_.used.search(outputs);
     parts_.phase = StepPhase::kPrepared;
@@ -331,7 +358,6 @@ void Reducer::on_output() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (parts_.announced.is_under_way && parts_.announced.task == task) return;
   parts_.announced = {.is_under_way = true, .task = task};
-  parts_.gradients.note_versions();
   Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
     if (const auto self = weak.lock()) self->reduce_announced(task);
   });

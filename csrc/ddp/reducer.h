@@ -82,11 +82,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void remove_autograd_hooks();
 
  private:
+  class ArrivalHook;
   class Hook;
   class OutputHook;
 
   Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::shared_ptr<Comm> comm,
           ReducerOptions options);
+  void remove_hooks();
   void begin_backward();
   void take_gradient(size_t index, bool came);
   void mark_ready(size_t index);
@@ -101,7 +103,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::recursive_mutex mutex_;  // recursive: a communication hook may ask this reducer something
   ReducerParts parts_;
-  std::vector<uintptr_t> hooks_;  // by parameter; empty once they are removed
+  std::vector<uintptr_t> hooks_;                                        // by parameter; empty once they are removed
+  std::vector<const torch::autograd::FunctionPreHook*> arrival_hooks_;  // likewise
   std::atomic<bool> sync_{true};
 };
 

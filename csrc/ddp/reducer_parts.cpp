@@ -225,11 +225,15 @@ void ReducerParts::check_given_up() {
   throw EnvironmentError(why);
 }
 
-void ReducerParts::check_unconsumed(size_t param, bool came) const {
+void ReducerParts::check_unconsumed(size_t param, bool came) {
   const bool may_be_consumed =
       buffer.settings.low_precision.has_value() || optimizer_in_backward || gradients.store().is_context();
   if (may_be_consumed || collectives.comm().size() == 1) return;
-  ddp::check_unconsumed(params[param], gradients[param].version, came);
+  const Parameter& of = params[param];
+  if (came && !of.tensor.grad().defined()) throw EnvironmentError(consumed_message(of, "lost its gradient"));
+  if (of.tensor._version() == gradients[param].version) return;
+  if (!collectives.can_compare()) throw EnvironmentError(consumed_message(of, "was changed"));
+  gradients[param].is_changed = true;
 }
 
 void ReducerParts::fail_incomplete() const {

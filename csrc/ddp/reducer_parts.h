@@ -136,8 +136,9 @@ struct ReducerParts {
   void rebuild_buckets();
   // Throws if the watchdog has found that the step under way cannot end.
   void check_given_up();
-  // Throws if a hook has consumed the gradient that has just come (came) or is known to be none.
-  void check_unconsumed(size_t param, bool came) const;
+  // Throws if a hook has taken the gradient that has just come (came). Notes a change of the parameter by a hook. Ranks
+  // compare it before they reduce the gradient, as a constant factor is the same on all of them.
+  void check_unconsumed(size_t param, bool came);
   [[noreturn]] void fail_incomplete() const;
   // Returns the region where the parameter's next gradient will lie; undefined where autograd must bring it.
   at::Tensor free_region(size_t param);

@@ -19,10 +19,6 @@ void StepGradients::reset() {
   store_.use(nullptr);
 }
 
-void StepGradients::note_versions() {
-  for (size_t i = 0; i < steps_.size(); ++i) steps_[i].version = params_[i].tensor._version();
-}
-
 std::vector<size_t> StepGradients::missing() const {
   std::vector<size_t> missing;
   for (size_t i = 0; i < steps_.size(); ++i) {

@@ -20,7 +20,8 @@ struct ParamStep {
   bool without_grad = false;  // this rank has none
   bool delegated = false;     // another wrapper around the same parameter reduces it in this backward
   int fired = 0;              // hooks so far
-  uint32_t version = 0;       // of the tensor, when its backward was prepared
+  uint32_t version = 0;       // of the tensor, when its gradient came
+  bool is_changed = false;    // a hook has changed the tensor since
   at::Tensor untouched;       // copy of a kept `.grad` that this rank did not add to; put back if no rank used it
   // Stays `.grad` and gets the mean's values: the result of a backward with create_graph, or a tensor that the script
   // has assigned and refers to.
@@ -42,7 +43,11 @@ class StepGradients {
   GradientStore& store() { return store_; }
   const GradientStore& store() const { return store_; }
   void reset();
-  void note_versions();
+  // Notes that the parameter's gradient comes.
+  void note_arrival(size_t param) {
+    steps_[param].version = params_[param].tensor._version();
+    steps_[param].is_changed = false;
+  }
   std::vector<size_t> missing() const;
 
   // Notes if autograd has added the gradient that came to what was `.grad` before. came: undefined if it is unknown.

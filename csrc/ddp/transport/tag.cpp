@@ -59,6 +59,9 @@ std::string describe(const Tag& tag) {
       return text("bucket ", tag.bucket, " for a communication hook", kUnprepared, step);
     case Purpose::kGradientCheck:
       return "the check of gradients" + step;
+    case Purpose::kChange:
+      return text("the comparison of parameter ", tag.bucket,
+                  ", which a hook changed during backward to values of checksum ", tag.step, ",");
   }
   return "an unknown purpose";
 }

@@ -19,14 +19,15 @@ enum class Purpose : uint8_t {
   kAgreement,
   kUnpreparedBucket,  // of a backward that no forward has prepared, such as a second one over its outputs
   kUnpreparedHook,
-  kGradientCheck
+  kGradientCheck,
+  kChange  // no collective: a parameter that a hook changed during backward, with its checksum in place of the step
 };
 
 // Identifies a collective within a job. Ranks give the parts of one collective the same tag.
 struct Tag {
   Purpose purpose{};     // 0: unknown
   int64_t step = 0;      // synchronized, from 1
-  uint64_t bucket = 0;   // of the purposes of buckets and hooks
+  uint64_t bucket = 0;   // of the purposes of buckets and hooks; the parameter's index for kChange
   uint64_t wrapper = 0;  // counts the wrappers of a process group
 
   // Packs the tag into a word. Larger numbers lose their high bits.

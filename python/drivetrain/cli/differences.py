@@ -59,7 +59,7 @@ DIFFERENCES: Sequence[IntendedDifference] = (
         "Replicas would diverge without an error.",
     ),
     IntendedDifference(
-        "Hook that consumes a gradient before its reduction",
+        "Hook that takes a gradient before its reduction, or changes its parameter to another value on each rank",
         "The optimizer uses local gradients.",
         "An error names the parameter.",
         "Replicas would diverge without an error.",

@@ -65,6 +65,12 @@ DIFFERENCES: Sequence[IntendedDifference] = (
         "Replicas would diverge without an error.",
     ),
     IntendedDifference(
+        "Ranks that pass different arguments, or the same names of parameters in different orders",
+        "Pairs parameters by their order. Different arguments may hang.",
+        "An error names the argument or parameter. Names and bucket sizes may differ; rank 0's sizes are used.",
+        "Gradients of different layers would be mixed.",
+    ),
+    IntendedDifference(
         "Transport between CPU ranks of one host",
         "The process group.",
         "Shared memory.",

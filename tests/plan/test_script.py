@@ -161,7 +161,7 @@ def test_options_may_follow_the_script(tmp_path: Path) -> None:
     [
         (["--gpu", "abacus", "train.py"], "device is 'abacus', expected one of a100, h100"),
         (["missing.py"], "missing.py"),
-        (["train.py", "--", "--steps", "1"], "ended after 1 optimizer steps, and a plan needs 2"),
+        (["train.py", "--", "--steps", "1"], "ended after 1 optimizer steps, and a plan needs 2, of each optimizer"),
         (["train.py", "--gpus", "0"], "argument --gpus: '0' is not HOSTSxGPUS"),
         (["--price", "prices.toml", "train.py"], "--price needs --steps"),
         (["--budget", "many", "train.py"], "--budget is 'many'"),

@@ -8,7 +8,6 @@ import pickle
 import re
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,21 +78,9 @@ def run(args: argparse.Namespace) -> int:
         print(plan)
         _answer(plan, args)
     except (OSError, ValueError, ImportError, PlanError, ScriptError) as error:
-        if isinstance(error, ScriptError):
-            _print_traceback(error.__cause__, args.script)
         print(f"drivetrain plan: {error}", file=sys.stderr)
         return 2
     return 0 if plan.memory.fits else 1
-
-
-def _print_traceback(error: BaseException | None, script: str) -> None:
-    """Prints an error of the script, from the script's first line on."""
-    if error is None:
-        return
-    entry = error.__traceback__
-    while entry is not None and entry.tb_frame.f_code.co_filename != str(Path(script).absolute()):
-        entry = entry.tb_next
-    traceback.print_exception(error.with_traceback(entry))
 
 
 def _check_files(args: argparse.Namespace) -> None:

@@ -44,13 +44,17 @@ def compare(plan: Plan, path: str | os.PathLike[str]) -> list[Difference]:
     summary = summarize(events)
     if not summary.num_steps:
         raise ValueError(f"{path} has no step to compare with: the first steps warm up")
-    found = [Difference("step", "ms", 1e3 * plan.time.step_s, 1e3 * summary.median_step_s)]
+    count = (
+        plan.trace.recorded_steps
+    )  # of the monitor in one of the plan, which differ from each other if it is above 1
+    measured_s = summary.median_step_s if count == 1 else count * summary.wall_s / summary.num_steps
+    found = [Difference("step", "ms", 1e3 * plan.time.step_s, 1e3 * measured_s)]
     for phase, seconds in (
         ("forward", plan.time.forward_s),
         ("backward", plan.time.backward_s),
         ("optimizer", plan.time.optimizer_s),
     ):
-        measured = summary.phase_s[phase] / summary.num_steps
+        measured = count * summary.phase_s[phase] / summary.num_steps
         if measured and seconds:
             found.append(Difference(phase, "ms", 1e3 * plan.time.correction * seconds, 1e3 * measured))
     if plan.time.samples and summary.samples:

@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
     # ---- Operations.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # such as the question for a device
+        if func.namespace in ("prim", "profiler"):  # such as the question for a device
             return func(*args, **(kwargs or {}))
         flat, structure = tree_flatten((args, kwargs or {}))
         tensors = [value for value in flat if isinstance(value, Tensor)]
@@ -264,10 +264,12 @@ class Recorder(TorchDispatchMode):
             TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, Tensor) else value
             for value in flat
         )
+        if any(isinstance(value, (torch.Generator, torch.ScriptObject, torch.UntypedStorage)) for value in arguments):
+            return -1
         try:
             key = (func, arguments)
             found = self._signatures.get(key)
-        except TypeError:  # an argument without a hash, such as a generator
+        except TypeError:  # an argument without a hash
             return -1
         if found is None:
             found = self._signatures[key] = len(self._trace.signatures)

@@ -280,6 +280,8 @@ class Plan:
             "samples_per_s": time.samples_per_s if time.samples else None,
             "epoch_s": self.epoch_s(self.trace.epoch_samples) if time.samples and self.trace.epoch_samples else None,
             "checkpoint_bytes": self.checkpoint_bytes,
+            "period": self.trace.period or None,
+            "kept_from": self.trace.changes,
         }
 
     # ---- Tables.
@@ -303,6 +305,8 @@ class Plan:
                 f"budget: {formatted(self.recomputation.peak_bytes)} of activations kept, "
                 f"{1e3 * self.recomputation.seconds:.2f} ms of recomputation"
             )
+        if self.trace.period:
+            lines.append(f"a step: {self.trace.period}")
         return [*lines, *self.trace.notes]
 
     def _memory_rows(self) -> list[tuple[str, str, str]]:
@@ -351,6 +355,8 @@ class Plan:
     def __str__(self) -> str:
         parts = ["\n".join(self._heading())]
         parts += [questions.text_table(header, rows) for header, rows in self._tables()]
+        if self.trace.changes:
+            parts.append("\n".join(["the plan has kept the script from these:", *self.trace.changes]))
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:

@@ -119,6 +119,9 @@ class StepTrace:
         num_steps: Number of traced steps.
         optimizers: Names of the optimizers' classes that stepped.
         notes: Descriptions of the operations that the trace leaves out.
+        period: Contents of an iteration of a script's loop, such as "1 batch, 1 step of SGD"; "": no script.
+        recorded_steps: The steps that `drivetrain.Monitor` counts in such an iteration.
+        changes: Files, programs and servers that the script would have changed, started or reached.
         samples: Samples that the last step took from a script's DataLoader; 0: not known.
         epoch_samples: Samples of that DataLoader's data set; 0: not known.
     """
@@ -131,6 +134,9 @@ class StepTrace:
     num_steps: int = 0
     optimizers: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    period: str = ""
+    recorded_steps: int = 1
+    changes: list[str] = field(default_factory=list)
     samples: int = 0
     epoch_samples: int = 0
 

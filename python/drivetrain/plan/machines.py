@@ -1,0 +1,212 @@
+"""Stands in for the devices and ranks of a planned script, none of which the planning machine needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from .loaders import iterator_of, taking_batch
+from .period import Period
+from .tracer import Tracer
+
+_CUDA_ANSWERS: dict[str, Any] = {
+    "is_available": True,
+    "device_count": 1,
+    "current_device": 0,
+    "is_bf16_supported": True,
+    "is_initialized": False,
+    "get_device_name": "a planned device",
+    "get_device_capability": (9, 0),
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+}
+_CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "init", "ipc_collect")
+_LAUNCHER = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+class BatchSize:
+    """Holds the batch size of all DataLoaders; None keeps the script's. `is_taken` tells whether one has taken it."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size, self.is_taken = size, False
+
+    def take(self) -> None:
+        self.is_taken = True
+
+
+@contextlib.contextmanager
+def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize, world_size: int) -> Iterator[None]:
+    """Replaces devices, ranks, workers and the batch size of a script, and restores them.
+
+    Args:
+        tracer: Traces the script.
+        period: Learns of optimizers and batches.
+        device_kind: "cpu" or "cuda".
+        batch: The batch size.
+        world_size: Number of ranks that the script sees. With one, it has no variables of a launcher.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def put(holder: Any, name: str, value: object) -> None:
+            stack.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
+
+        if device_kind == "cuda":
+            for name, answer in _CUDA_ANSWERS.items():
+                put(torch.cuda, name, _answering(answer))
+        for name in (*_CUDA_CALLS, "reset_peak_memory_stats"):
+            put(torch.cuda, name, _answering(None))
+        put(torch.amp.autocast_mode.autocast, "__init__", _autocast_init(torch.amp.autocast_mode.autocast.__init__))
+        put(DataLoader, "__init__", taking_batch(DataLoader.__init__, batch.size, batch.take))
+        put(DataLoader, "_get_iterator", iterator_of(period))
+        put(torch.optim.Optimizer, "__init__", _optimizer_init(torch.optim.Optimizer.__init__, period))
+        put(nn.Module, "_apply", _apply)
+        put(dist, "init_process_group", _pretended_group(world_size))
+        put(dist, "TCPStore", lambda *_, **__: torch._C._distributed_c10d.HashStore())
+        put(torch.multiprocessing, "spawn", _spawn)
+        wrapper = _wrapper()
+        put(nn.parallel, "DistributedDataParallel", wrapper)
+        import drivetrain
+
+        put(drivetrain, "DistributedDataParallel", wrapper)
+        if world_size > 1:
+            for name, value in {**_LAUNCHER, "WORLD_SIZE": str(world_size)}.items():
+                stack.callback(_restore_variable, name, os.environ.get(name))
+                os.environ[name] = value
+        stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+        stack.enter_context(_OnTheCpu(tracer))
+        yield
+
+
+def _restore_variable(name: str, value: str | None) -> None:
+    os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def _optimizer_init(plain: Callable[..., None], period: Period) -> Callable[..., None]:
+    def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        period.make(self)
+
+    return init
+
+
+def _spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 1, *_: object, **__: object) -> None:
+    """Runs the first of the processes that a script starts in this one."""
+    fn(0, *args)
+
+
+def _answering(answer: object) -> Callable[..., object]:
+    return lambda *_, **__: answer
+
+
+def _autocast_init(plain: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type = "cpu"
+            if not args and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float16
+        plain(self, device_type, *args, **kwargs)
+
+    return init
+
+
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Casts a module. torch would swap the contents of parameters, which tensors without values do not allow.
+
+    Moves change nothing, so that parameters stay the same objects. A cast makes new ones.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules() if recurse else [module]:
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                applied = fn(parameter)
+            if applied.dtype != parameter.dtype:
+                new = made.setdefault(id(parameter), nn.Parameter(applied, parameter.requires_grad))
+                part._parameters[name] = new
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = fn(buffer)
+    return module
+
+
+def _pretended_group(world_size: int) -> Callable[..., None]:
+    plain = dist.init_process_group
+
+    def init(*_: object, **__: object) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        plain("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+    return init
+
+
+def _wrapper() -> type[nn.Module]:
+    class DistributedDataParallel(nn.Module):
+        """Calls the wrapped module. The plan adds buffers and communication itself."""
+
+        def __init__(self, module: nn.Module, *_: object, **__: object) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+        @contextlib.contextmanager
+        def no_sync(self) -> Iterator[None]:
+            yield
+
+    return DistributedDataParallel
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Makes every function that gets a CUDA device use the CPU, and copy where it would move data."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            args, kwargs, func = (args[0], "cuda"), {}, Tensor.to
+        if func is Tensor.pin_memory:
+            return args[0]
+        is_moved = False
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"], is_moved = torch.device("cpu"), True
+        if any(map(_is_cuda, args)):
+            args, is_moved = tuple(torch.device("cpu") if _is_cuda(arg) else arg for arg in args), True
+        if is_moved and func is Tensor.to:
+            kwargs["copy"] = True
+        kwargs.pop("pin_memory", None)
+        before = self._tracer.moving(is_moved)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._tracer.moving(before)
+
+
+def _is_cuda(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"

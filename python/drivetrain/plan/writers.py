@@ -1,0 +1,302 @@
+"""Stands in for libraries that write files by themselves, and saves tensors that have no values."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .shadow import Shadow, rebind
+
+# Functions and methods of native code that open a file by its name: module, name, position of the file, its argument.
+_NATIVE_WRITERS = (
+    ("torch.jit", "ScriptModule.save", 1, "f"),
+    ("torch.autograd.profiler", "profile.export_chrome_trace", 1, "path"),
+    ("torchvision.io", "write_png", 1, "filename"),
+    ("torchvision.io", "write_jpeg", 1, "filename"),
+    ("torchvision.io", "write_file", 0, "filename"),
+    ("torchaudio", "save", 0, "uri"),
+    ("soundfile", "write", 0, "file"),
+    ("cv2", "imwrite", 0, "filename"),
+    ("cv2", "VideoWriter", 0, "filename"),
+    ("pyarrow.parquet", "write_table", 1, "where"),
+    ("pyarrow.parquet", "ParquetWriter", 0, "where"),
+    ("safetensors.numpy", "save_file", 1, "filename"),
+    ("lmdb", "open", 0, "path"),
+)
+_CHANGING = os.O_RDWR | os.O_CREAT
+
+
+@contextlib.contextmanager
+def stand_ins(shadow: Shadow) -> Iterator[None]:
+    """Lets libraries write where the shadow says, modules that are imported later included, until the block ends."""
+    saver = _Saver(shadow)
+    plain_reduce = FakeTensor.__reduce_ex__
+    FakeTensor.__reduce_ex__ = saver.reduced()  # type: ignore[method-assign]
+    torch.serialization.add_safe_globals([_made, nn.Parameter])
+    functions: dict[Any, Any] = {
+        torch.save: saver.save(torch.save),
+        torch.load: saver.load(torch.load),
+        torch._C.PyTorchFileWriter: _by_place(shadow, torch._C.PyTorchFileWriter),
+        torch._C.PyTorchFileReader: _by_read_place(shadow, torch._C.PyTorchFileReader),
+        torch.from_file: _mapped(shadow, torch.from_file),
+    }
+    by_module: dict[str, list[Callable[[ModuleType], None]]] = {}
+    for module, name, position, argument in _NATIVE_WRITERS:
+        by_module.setdefault(module, []).append(functools.partial(_redirect, shadow, name, position, argument))
+    by_module.setdefault("safetensors.torch", []).append(saver.stand_in_for_safetensors)
+    by_module.setdefault("sqlite3", []).append(functools.partial(_redirect, shadow, "connect", 0, "database"))
+    by_module.setdefault("h5py", []).append(functools.partial(_redirect, shadow, "File", 0, "name"))
+    by_module.setdefault("wandb", []).append(_disable_wandb)
+    by_module.setdefault("numpy", []).append(functools.partial(_map_copies, shadow))
+    before = {name: os.environ.get(name) for name in ("WANDB_MODE", "HF_HUB_OFFLINE")}
+    os.environ.update(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
+    # TensorBoard then writes by Python, also where TensorFlow is installed.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
+    restore, finder = rebind(functions), _AfterImport(by_module)
+    sys.meta_path.insert(0, finder)
+    try:
+        finder.apply_to_loaded()
+        yield
+    finally:
+        restore()
+        sys.meta_path.remove(finder)
+        FakeTensor.__reduce_ex__ = plain_reduce  # type: ignore[method-assign]
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+class _Saver:
+    """Saves tensors without values by their layout, so that files stay small and can be loaded again."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self._shadow = shadow
+        self._local = threading.local()
+
+    def reduced(self) -> Callable[..., Any]:
+        """Returns the method by which tensors without values are pickled."""
+
+        def reduce(tensor: FakeTensor, _: int = 2) -> Any:
+            storage = tensor.untyped_storage()
+            self._sizes()[id(storage)] = storage.nbytes()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return _made, (
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                tensor.dtype,
+                tensor.requires_grad,
+                is_parameter,
+            )
+
+        return reduce
+
+    def _sizes(self) -> dict[int, int]:
+        """Returns the bytes of the storages that this thread has saved, by id."""
+        if not hasattr(self._local, "sizes"):
+            self._local.sizes = {}
+        return self._local.sizes  # type: ignore[no-any-return]
+
+    def _noted(self, file: Any, write: Callable[[Any], Any]) -> Any:
+        """Writes to a file by its name or as an object, and notes the bytes that it would have had."""
+        self._sizes().clear()
+        is_name = isinstance(file, (str, os.PathLike))
+        result = write(self._shadow.place(file) if is_name else file)
+        name = file if is_name else getattr(file, "name", None)
+        if isinstance(name, (str, os.PathLike)):
+            self._shadow.note_bytes(os.fspath(name), sum(self._sizes().values()))
+        return result
+
+    def save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._noted(f, lambda file: plain(obj, file, *args, **kwargs))
+
+        return save
+
+    def load(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(self._shadow.read_place(f) if isinstance(f, (str, os.PathLike)) else f, *args, **kwargs)
+
+        return load
+
+    def stand_in_for_safetensors(self, module: ModuleType) -> None:
+        """Saves files of safetensors by torch.save, and reads these and real ones."""
+        plain_load, plain_open = module.load_file, module.safe_open
+
+        def save_file(tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+            content = {"tensors": dict(tensors), "metadata": metadata}
+            self._noted(filename, lambda file: torch.serialization.save(content, file))
+
+        def load_file(filename: Any, device: Any = "cpu") -> dict[str, Tensor]:
+            place = self._shadow.read_place(filename)
+            if self._shadow.overlay.is_inside(place):
+                with contextlib.suppress(RuntimeError, ValueError):  # a copy of a real file
+                    return dict(torch.load(place)["tensors"])
+            return dict(plain_load(place, device))
+
+        def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+            place = self._shadow.read_place(filename)
+            if self._shadow.overlay.is_inside(place):
+                with contextlib.suppress(RuntimeError, ValueError):
+                    return _OpenTensors(torch.load(place))
+            return plain_open(place, *args, **kwargs)
+
+        import safetensors
+
+        rebind({module.save_file: save_file, module.load_file: load_file, safetensors.safe_open: safe_open})
+
+
+class _OpenTensors:
+    """Is what `safetensors.safe_open` returns for a file that was written in the plan."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._tensors, self._metadata = content["tensors"], content["metadata"]
+
+    def __enter__(self) -> _OpenTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors = {}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def metadata(self) -> dict[str, str] | None:
+        return self._metadata  # type: ignore[no-any-return]
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]  # type: ignore[no-any-return]
+
+    get_slice = get_tensor
+
+
+def _made(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+) -> Tensor:
+    """Makes a tensor that was saved without values."""
+    with torch.no_grad():
+        tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        if not isinstance(tensor, FakeTensor):
+            tensor.zero_()
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+# ---- Files that native code opens by their names.
+
+
+def _redirect(shadow: Shadow, name: str, position: int, argument: str, module: ModuleType) -> None:
+    """Replaces a function, class or method of a module by one that gets the shadow's file."""
+    holder, _, last = name.rpartition(".")
+    owner = getattr(module, holder) if holder else module
+    plain = getattr(owner, last, None)
+    if plain is None:
+        return
+    if isinstance(plain, type):  # a class stays one: its constructor gets the other file
+        owner, last, position, plain = plain, "__init__", position + 1, plain.__init__  # type: ignore[misc]
+
+    @functools.wraps(plain)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        given = args[position] if len(args) > position else kwargs.get(argument)
+        mode = kwargs.get("mode", args[position + 1] if len(args) > position + 1 else "r")
+        if _is_file_name(given):
+            reads = last == "__init__" and mode == "r" and argument == "name"  # of h5py
+            place = shadow.read_place(given) if reads else shadow.place(given, _CHANGING)
+            if len(args) > position:
+                args = (*args[:position], place, *args[position + 1 :])
+            else:
+                kwargs[argument] = place
+        return plain(*args, **kwargs)
+
+    if isinstance(owner, type):
+        setattr(owner, last, redirected)
+    else:
+        rebind({plain: redirected})
+
+
+def _is_file_name(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(value, (str, os.PathLike)) and not str(value).startswith(("file:", ":memory:"))
+
+
+def _by_place(shadow: Shadow, plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda file, *args, **kwargs: plain(shadow.place(file) if _is_file_name(file) else file, *args, **kwargs)
+
+
+def _by_read_place(shadow: Shadow, plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda file, *args, **kwargs: plain(
+        shadow.read_place(file) if _is_file_name(file) else file, *args, **kwargs
+    )
+
+
+def _mapped(shadow: Shadow, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def from_file(filename: str, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        place = shadow.place(filename, _CHANGING) if shared else shadow.read_place(filename)
+        return plain(place, shared, *args, **kwargs)
+
+    return from_file
+
+
+def _map_copies(shadow: Shadow, numpy: Any) -> None:
+    """Lets numpy.memmap change a copy in memory of a file that only the machine has, which may be large."""
+    plain = numpy.memmap.__new__
+
+    def new(kind: Any, filename: Any, dtype: Any = numpy.uint8, mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
+        changes = mode in ("r+", "readwrite") and _is_file_name(filename)
+        if changes and not shadow.overlay.is_inside(shadow.read_place(filename)):
+            mode = "c"
+        return plain(kind, filename, dtype, mode, *args, **kwargs)
+
+    numpy.memmap.__new__ = new
+
+
+def _disable_wandb(wandb: Any) -> None:
+    """Makes W&B's runs those of its own mode that neither writes nor connects."""
+    plain = wandb.init
+    wandb.init = lambda *args, **kwargs: plain(*args, **{**kwargs, "mode": "disabled"})
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls functions with a module once it has been imported."""
+
+    def __init__(self, by_module: dict[str, list[Callable[[ModuleType], None]]]) -> None:
+        self._by_module = by_module
+
+    def apply_to_loaded(self) -> None:
+        for name in list(self._by_module):
+            if name in sys.modules:
+                self._apply(name, sys.modules[name])
+
+    def _apply(self, name: str, module: ModuleType) -> None:
+        for function in self._by_module.pop(name, ()):
+            function(module)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._by_module:
+            return None
+        functions = self._by_module.pop(fullname)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        plain = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            plain(module)
+            for function in functions:
+                function(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -189,8 +189,8 @@ def test_torchdatas_stateful_loader_keeps_the_position(workers: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((-1, {}), ValueError, "data_source is -1, expected a length of 0 or more"),
-        ((iter([]), {}), TypeError, "data_source is of type list_iterator, which has no length"),
+        ((-1, {}), ValueError, "dataset is -1, expected a length of 0 or more"),
+        ((iter([]), {}), TypeError, "dataset is of type list_iterator, which has no length"),
         ((8, {"num_replicas": 0}), ValueError, "num_replicas is 0, expected 1 or more"),
         ((8, {"num_replicas": 2, "rank": 2}), ValueError, "rank is 2, expected 0 to 1"),
     ],
@@ -219,6 +219,17 @@ def test_a_state_of_another_order_is_refused_and_changes_nothing(change: dict[st
     assert sampler.state_dict() == before
     with pytest.raises(ValueError, match="consumed is 4, expected 0 to 3"):
         sampler.state_dict(consumed=4)
+
+
+@pytest.mark.parametrize(("length", "ranks", "drop_last"), [(10, 4, False), (10, 4, True), (8, 4, False), (3, 4, True)])
+def test_has_the_arguments_and_attributes_of_torchs_class(length: int, ranks: int, drop_last: bool) -> None:
+    dataset = list(range(length))
+    ours = ResumableSampler(dataset, ranks, 1, False, 3, drop_last)
+    torchs = DistributedSampler(dataset, ranks, 1, False, 3, drop_last)
+    assert ours.dataset is dataset
+    names = ("num_replicas", "rank", "shuffle", "seed", "drop_last", "epoch", "num_samples", "total_size")
+    assert [getattr(ours, name) for name in names] == [getattr(torchs, name) for name in names]
+    assert len(ResumableSampler(dataset=dataset)) == length
 
 
 def test_takes_rank_and_world_size_from_the_group(on_ranks: Any) -> None:

@@ -25,7 +25,7 @@ class ResumableSampler(Sampler[int]):
     `drop_last` it leaves out as many instead.
 
     Args:
-        data_source: the dataset, or its length.
+        dataset: the dataset, or its length. The attribute of that name holds it.
         num_replicas: number of ranks; default: the world size of the initialized process group, or 1 without one.
         rank: this rank, 0 to `num_replicas - 1`; default: the rank in the process group, or 0 without one.
         shuffle: draw in a pseudo-random order, another one per epoch; otherwise in the order of the dataset.
@@ -33,14 +33,13 @@ class ResumableSampler(Sampler[int]):
         drop_last: leave out the last samples if ranks cannot share them evenly, instead of repeating some of the first.
 
     Raises:
-        TypeError: if `data_source` has no length.
+        TypeError: if `dataset` has no length.
         ValueError: if an argument is out of its range.
     """
 
     def __init__(
         self,
-        data_source: Sized | int,
-        *,
+        dataset: Sized | int,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -54,20 +53,29 @@ class ResumableSampler(Sampler[int]):
             raise ValueError(f"num_replicas is {self.num_replicas}, expected 1 or more")
         if not 0 <= self.rank < self.num_replicas:
             raise ValueError(f"rank is {self.rank}, expected 0 to {self.num_replicas - 1}, as num_replicas says")
-        if not isinstance(data_source, int | Sized):
-            kind = type(data_source).__name__
-            raise TypeError(
-                f"data_source is of type {kind}, which has no length: expected a map-style dataset or an int"
-            )
-        self.length = data_source if isinstance(data_source, int) else len(data_source)
+        if not isinstance(dataset, int | Sized):
+            kind = type(dataset).__name__
+            raise TypeError(f"dataset is of type {kind}, which has no length: expected a map-style dataset or an int")
+        self.dataset = dataset
+        self.length = dataset if isinstance(dataset, int) else len(dataset)
         if self.length < 0:
-            raise ValueError(f"data_source is {self.length}, expected a length of 0 or more")
+            raise ValueError(f"dataset is {self.length}, expected a length of 0 or more")
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
         self._begin = 0  # the position at which the current iteration began, or the next one begins
         self._drawn = 0  # indices that this rank has drawn since
         self._is_resumed = False  # the next iteration continues at _begin; any other begins an epoch
         self._is_done = False  # the iteration has ended
+
+    @property
+    def num_samples(self) -> int:
+        """The indices that this rank draws in a whole epoch, as with torch's class."""
+        return self.length // self.num_replicas if self.drop_last else -(-self.length // self.num_replicas)
+
+    @property
+    def total_size(self) -> int:
+        """The indices that all ranks draw in a whole epoch, repeated ones included."""
+        return self.num_samples * self.num_replicas
 
     def __len__(self) -> int:
         """Returns how many indices the iteration under way, or the next one, draws on this rank."""

@@ -1,9 +1,12 @@
 """Tests data.prefetch: order, errors, early exits, depth, random numbers, and checkpoints of prefetched loaders."""
 
+import dataclasses
+import os
 import threading
 import time
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -52,6 +55,76 @@ def test_any_iterable_and_structures() -> None:
         assert torch.equal(entry["x"], original["x"])
         assert len(entry["more"][1][0]) == i
     assert list(prefetch([])) == []
+
+
+def test_iterators_of_one_object_are_their_own() -> None:
+    batches = prefetch(DataLoader(Numbers(12), batch_size=3))
+    kept = iter(batches)
+    assert len(kept) == 4
+    first = next(kept)
+    assert torch.equal(torch.cat(list(batches)), torch.arange(12.0))  # such as a validation pass
+    assert torch.equal(torch.cat([first, *kept]), torch.arange(12.0))
+    assert all(torch.equal(one, other) for one, other in zip(batches, batches, strict=True))
+
+
+def test_an_iterator_whose_thread_is_gone_raises_at_once() -> None:
+    batches = prefetch(iter([torch.ones(1)] * 9))  # all iterations take from one iterator
+    old = iter(batches)
+    next(old)
+    next(iter(batches))
+    with pytest.raises(RuntimeError, match="this iteration has ended"):
+        next(old)
+    kept = iter(prefetch(DataLoader(Numbers(60), batch_size=3)))
+    next(kept)
+    child = os.fork()
+    if child == 0:
+        try:
+            next(kept)
+        except RuntimeError as error:
+            os._exit(0 if "fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    kept.close()
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    length: int
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Tensor
+
+
+class Movable:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> "Movable":
+        return Movable(self.x.to(device))
+
+
+def test_batches_of_many_kinds_are_moved() -> None:
+    x = torch.ones(2, 3)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4), [3, 2])
+    kinds = [UserDict(x=x, name="a"), Pair(x, 1), Movable(x), packed, OrderedDict(x=x), (x, None, 3.5), [b"c", x]]
+    (batch,) = prefetch([kinds], "meta")
+    assert batch[0]["x"].is_meta
+    assert batch[0]["name"] == "a"
+    assert type(batch[0]) is UserDict
+    assert batch[1].x.is_meta
+    assert batch[1].length == 1
+    assert batch[2].x.is_meta
+    assert batch[3].data.is_meta
+    assert batch[4]["x"].is_meta
+    assert batch[5][0].is_meta
+    assert batch[5][1:] == (None, 3.5)
+    assert batch[6][1].is_meta
+    assert not x.is_meta
+    assert not kinds[0]["x"].is_meta
+    with pytest.raises(TypeError, match="Sample, which holds tensors that prefetch cannot move"):
+        next(iter(prefetch([Sample(x)], "meta")))
 
 
 def test_an_error_of_the_loader_comes_after_the_batches_before_it() -> None:

@@ -1,11 +1,13 @@
 """`prefetch`: loads the next batches in a thread, and copies them to the device, while the training step runs."""
 
+import copy
 import logging
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils import _pytree as pytree
 _log = logging.getLogger(__name__)
 _FIRST_DEPTH, _MAX_DEPTH = 2, 8
 _WARN_EVERY_S = 60.0
+_LOOK_EVERY_S = 1.0  # whether the thread lives
 _JOIN_S = 60.0
 
 
@@ -84,7 +87,8 @@ class Prefetcher:
         self._under_way: weakref.ref[_Epoch] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._under_way is not None and (last := self._under_way()) is not None:
+        last = None if self._under_way is None else self._under_way()
+        if last is not None and (last.is_counted or _shares_iterators(self.loader)):
             last.close()  # An iteration that was left early must not take batches from the next one.
         epoch = _Epoch(self)
         self._under_way = weakref.ref(epoch)
@@ -114,10 +118,19 @@ class _Epoch:
         self._copier = _Copier(owner.device)
         self._buffer = _Buffer(owner.depth)
         self._thread: threading.Thread | None = None
+        self._process = 0
         self._is_done = False
 
     def __iter__(self) -> "_Epoch":
         return self
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    @property
+    def is_counted(self) -> bool:
+        """True if a Checkpointer counts the batches, which it does for one iteration at a time."""
+        return self._counter is not None
 
     def __next__(self) -> Any:
         if self._is_done:
@@ -144,13 +157,20 @@ class _Epoch:
             target=_load, args=(self._batches, self._copier, self._buffer), name="drivetrain prefetch", daemon=True
         )
         self._thread.start()
+        self._process = os.getpid()
         weakref.finalize(self, self._buffer.stop)
         return batch
 
     def _take(self) -> Any:
-        owner = self._owner
+        owner, thread = self._owner, self._thread
+        assert thread is not None
+        if os.getpid() != self._process:  # before the buffer's lock, which the thread may have held
+            raise RuntimeError(
+                "prefetch: this process is a fork of the one that began the iteration, and has not its thread: begin "
+                "another iteration here"
+            )
         begin = time.perf_counter()
-        kind, value, grows = self._buffer.take(owner.timeout)
+        kind, value, grows = self._buffer.take(owner.timeout, thread.is_alive)
         owner.waited_s += time.perf_counter() - begin
         if grows and owner.is_measured and self._buffer.depth < _MAX_DEPTH:
             owner.depth = self._buffer.grow()
@@ -195,23 +215,31 @@ class _Buffer:
             self._changed.notify_all()
             return True
 
-    def take(self, timeout: float) -> tuple[str, Any, bool]:
+    def take(self, timeout: float, is_filled: Callable[[], bool]) -> tuple[str, Any, bool]:
         """Returns an entry, and whether a deeper buffer could have held it ready.
 
         Raises:
             TimeoutError: No batch came within `timeout` seconds.
+            RuntimeError: No batch will come, because the buffer was stopped or its thread has ended.
         """
         begin = time.monotonic()
+        warn_at = begin + _WARN_EVERY_S
         with self._changed:
             grows = not self._entries and self._was_full
             while not self._entries:
+                if self._is_stopped or not is_filled():
+                    raise RuntimeError(
+                        "prefetch: this iteration has ended, because another one began over the same loader or its "
+                        "thread has ended: take each batch from the newest iteration"
+                    )
                 left = begin + timeout - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
                         f"prefetch has waited {timeout:g} s for the loader's next batch, its timeout: look for a "
                         "dataset or worker that hangs, or pass a larger timeout"
                     )
-                if not self._changed.wait(min(left, _WARN_EVERY_S)):
+                if not self._changed.wait(min(left, _LOOK_EVERY_S)) and time.monotonic() >= warn_at:
+                    warn_at += _WARN_EVERY_S
                     _log.warning("prefetch has waited %.0f s for the loader's next batch", time.monotonic() - begin)
             if grows:
                 self._was_full = False
@@ -245,17 +273,10 @@ class _Copier:
         if self.device is None:
             return batch, None
         if self._stream is None:
-            return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), batch), None
+            return moved(batch, self.device, is_pinned=False), None
         with torch.cuda.stream(self._stream):
             # torch's allocator of pinned memory reuses a block after the copies from it.
-            moved = pytree.tree_map_only(
-                Tensor,
-                lambda tensor: (tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()).to(
-                    self.device, non_blocking=True
-                ),
-                batch,
-            )
-            return moved, self._stream.record_event()
+            return moved(batch, self.device, is_pinned=True), self._stream.record_event()
 
     def received(self, entry: tuple[Any, Any]) -> Any:
         """Lets the current stream wait for the copies. Call it in the thread of the training."""
@@ -263,8 +284,70 @@ class _Copier:
         if event is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(event)
-            pytree.tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), batch)
+            for tensor in _tensors(batch):
+                tensor.record_stream(stream)
         return batch
+
+
+def _shares_iterators(loader: object) -> bool:
+    """Returns whether two iterations over a loader take batches from one iterator."""
+    has_kept_workers = bool(getattr(loader, "persistent_workers", False)) and bool(getattr(loader, "num_workers", 0))
+    return has_kept_workers or hasattr(loader, "__next__")
+
+
+def moved(batch: Any, device: torch.device, is_pinned: bool) -> Any:
+    """Returns a batch on a device: what torch's `pin_memory` and Accelerate's `send_to_device` accept.
+
+    Args:
+        batch: Tensors and objects with `to()`, in mappings, tuples, lists and nodes that torch.utils._pytree knows.
+        device: The device.
+        is_pinned: Copies through pinned memory, and without a wait of the host.
+
+    Raises:
+        TypeError: An object holds tensors and has no `to()`.
+    """
+    if isinstance(batch, Tensor):
+        if not is_pinned:
+            return batch.to(device)
+        return (batch if batch.is_cuda or batch.is_pinned() else batch.pin_memory()).to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+        if is_pinned and callable(getattr(batch, "pin_memory", None)):
+            batch = batch.pin_memory()
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        parts = {name: moved(value, device, is_pinned) for name, value in batch.items()}
+        if isinstance(batch, MutableMapping):
+            copied = copy.copy(batch)
+            copied.update(parts)
+            return copied
+        return type(batch)(parts)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(value, device, is_pinned) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(moved(value, device, is_pinned) for value in batch)
+    if type(batch) in pytree.SUPPORTED_NODES:
+        leaves, structure = pytree.tree_flatten(batch)
+        return pytree.tree_unflatten([moved(leaf, device, is_pinned) for leaf in leaves], structure)
+    if any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
+        raise TypeError(
+            f"the loader's batch has a {type(batch).__name__}, which holds tensors that prefetch cannot move: give it "
+            "a method to(device), or collate the tensors into a dict"
+        )
+    return batch
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a batch that has been moved."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from (tensor for value in batch.values() for tensor in _tensors(value))
+    elif isinstance(batch, (list, tuple)):
+        yield from (tensor for value in batch for tensor in _tensors(value))
+    elif type(batch) in pytree.SUPPORTED_NODES:
+        yield from (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    else:
+        yield from (value for value in getattr(batch, "__dict__", {}).values() if isinstance(value, Tensor))
 
 
 def _load(batches: Iterator[Any], copier: _Copier, buffer: _Buffer) -> None:

@@ -160,6 +160,38 @@ def test_run_monitors_an_unedited_script(tmp_path: Path) -> None:
         assert all(step["phases"][phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
 
 
+@pytest.mark.parametrize(
+    ("end", "failed"), [("raise KeyError", True), ("sys.exit(3)", True), ("sys.exit(0)", False), ("pass", False)]
+)
+def test_the_last_event_says_how_the_script_ended(end: str, failed: bool, tmp_path: Path) -> None:
+    (tmp_path / "end.py").write_text(ITERATORS + end)
+    command = [warm_python(), "-m", "drivetrain", "run", "--monitor-to", "jsonl:run.jsonl", "end.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert "AssertionError" not in done.stderr
+    *_, last = read_events(tmp_path / "run.jsonl")
+    assert (last["type"], last["failed"]) == ("end", failed), done.stderr
+    assert last["step"] == 9
+
+
+ITERATORS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, dataloader
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(torch.ones(12, 1), batch_size=4)
+for _ in range(3):
+    batches = iter(loader)
+    assert len(batches) == 3 and isinstance(batches, dataloader._SingleProcessDataLoaderIter)
+    assert batches._num_yielded == 0 and iter(batches) is batches
+    for batch in batches:
+        model(batch).sum().backward()
+        optimizer.step()
+for batch in loader:
+    break
+"""
+
+
 def test_run_refuses_a_wrong_sink(tmp_path: Path) -> None:
     done = run_script(tmp_path, "--monitor-to", "nowhere")
     assert done.returncode == 2

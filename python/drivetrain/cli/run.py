@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BaseException: The exception of the script. Its traceback begins at the script's first line.
     """
-    ddp_defaults = dict(args.ddp)
+    ddp_defaults, monitor = dict(args.ddp), None
     sys.excepthook = _without_our_frames(sys.excepthook)
     try:
         swap.install(optim=args.optim, **ddp_defaults)
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         if args.monitor or args.monitor_to:
             from drivetrain.monitor.script import ScriptMonitor
 
-            ScriptMonitor(args.monitor_to).start()
+            monitor = ScriptMonitor(args.monitor_to)
+            monitor.start()
     except (OSError, ImportError, TypeError, ValueError) as error:
         print(f"drivetrain run: {error}", file=sys.stderr)
         return 2
@@ -79,7 +80,12 @@ def run(args: argparse.Namespace) -> int:
     atexit.register(report.at_exit, args.optim, os.getpid())
     sys.argv = [args.script if main_module.__spec__ is None else str(main_module.__file__), *args.arguments]
     _become(main_module)
-    exec(code, main_module.__dict__)
+    try:
+        exec(code, main_module.__dict__)
+    except BaseException as error:
+        if monitor is not None:
+            monitor.fail(error)
+        raise
     return 0
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,6 +130,28 @@ class Batches:
             _C.trace_end(_DATA)
         return self._marked(batches, time.monotonic())
 
+    def marked_iterator(self) -> Iterator[Any]:
+        """Returns the loader's own iterator, which marks the waits in its `__next__`.
+
+        The object gets a subclass of its class, so that its length, attributes and `isinstance` stay as they are.
+        """
+        self._on_wait()
+        _C.trace_begin(_DATA)
+        try:
+            batches = iter(self._loader)
+        finally:
+            _C.trace_end(_DATA)
+        own = type(batches)
+        if not issubclass(own, _MarkedIterator):
+            if not own.__flags__ & _HEAP_TYPE:  # such as a generator, whose class cannot be set
+                return self._marked(batches, time.monotonic())
+            marked = type(own.__name__, (_MarkedIterator, own), {"__module__": own.__module__})
+            batches.__class__ = marked
+        left = weakref.finalize(batches, self._on_end)  # a loop that is left by break drops it
+        left.atexit = False  # type: ignore[misc]
+        vars(batches)["_marks"] = _Marks(self._on_wait, self._on_batch, self._on_end, left, time.monotonic())
+        return batches
+
     def _marked(self, batches: Iterator[Any], made_at: float) -> Iterator[Any]:
         is_same_wait = time.monotonic() - made_at < _SAME_WAIT_S
         while True:
@@ -150,7 +174,45 @@ class Batches:
                 raise
 
 
+@dataclass
+class _Marks:
+    """Functions that an iterator calls while a loop takes batches from it."""
+
+    on_wait: Callable[[], None]
+    on_batch: Callable[[Any], None]
+    on_end: Callable[[], None]
+    left: weakref.finalize[..., Any]
+    made_at: float  # 0: it has been asked before
+
+
+class _MarkedIterator:
+    """Marks the waits for batches. It comes before a loader's own class of iterators among the bases."""
+
+    _marks: _Marks
+
+    def __next__(self) -> Any:
+        marks = self._marks
+        if time.monotonic() - marks.made_at >= _SAME_WAIT_S:
+            marks.on_wait()
+        marks.made_at = 0.0
+        _C.trace_begin(_DATA)
+        try:
+            batch = super().__next__()  # type: ignore[misc]
+        except StopIteration:
+            _C.trace_end(_DATA)
+            if marks.left.detach() is not None:
+                marks.on_end()
+            raise
+        except BaseException:
+            _C.trace_end(_DATA)
+            raise
+        _C.trace_end(_DATA)
+        marks.on_batch(batch)
+        return batch
+
+
 _END = object()
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 _SAME_WAIT_S = 0.01  # a loop asks sooner for the first batch of an iterator that it has made
 
 

@@ -29,6 +29,7 @@ class ScriptMonitor(Monitor):
         super().__init__(to=to, flops=None)
         self._optimizers = None
         self._process = os.getpid()
+        self._error: BaseException | None = None
 
     def start(self) -> None:
         """Begins, and ends when the process does."""
@@ -36,14 +37,20 @@ class ScriptMonitor(Monitor):
         plain = DataLoader.__iter__
 
         def marked(loader: DataLoader[Any]) -> Iterator[Any]:
-            return iter(self._batches(Iterations(plain, loader), loader))
+            return self._batches(Iterations(plain, loader), loader).marked_iterator()
 
         DataLoader.__iter__ = marked  # type: ignore[method-assign, assignment]
         atexit.register(self._finish)
 
+    def fail(self, error: BaseException) -> None:
+        """Notes what ended the script. An exit with code 0 or without one is no failure."""
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self._error = error
+
     def _finish(self) -> None:
         if os.getpid() == self._process:  # forked children inherit the call
-            self.__exit__(None, None, None)
+            error = self._error
+            self.__exit__(None if error is None else type(error), error, None)
 
     def _make_progress(self) -> Progress:
         return Progress("lines")  # a live line would disturb the script's own

@@ -75,7 +75,6 @@ struct Written {
   c10::TensorImpl* param;
   c10::TensorImpl* grad;
   StepCounter counter;  // only a counter on the CPU
-  const void* version;  // the object that holds the parameter's version, to prefetch it
 };
 
 }  // namespace drivetrain::optim

@@ -43,11 +43,10 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
     for (int64_t i = begin; i < end; ++i) {
       constexpr int64_t kAhead = 16;
       if (const int64_t ahead = i + kAhead; ahead < end) {
-        prefetch(read.written[ahead].param);
-        prefetch(read.written[ahead].version);
-        prefetch(read.written[ahead].counter.value);
+        __builtin_prefetch(read.written[ahead].param);
+        __builtin_prefetch(read.written[ahead].counter.value);
       }
-      const auto& [param, grad, counter, version] = read.written[i];
+      const auto& [param, grad, counter] = read.written[i];
       param->bump_version();
       if (writes_grads) grad->bump_version();
       if (counter.value == nullptr) continue;
@@ -254,11 +253,23 @@ bool is_short(const StepReader& read) {
   return total < kElements;
 }
 
-StepResult read_and_run(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
-                        const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
-                        const py::list& fresh, const StepOptions& options, int64_t last_look) {
+// Makes one step over all groups; rules[i], hypers[i] and precisions[i] belong to groups[i]. Only
+// optim/native_step.py calls it.
+StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vector<std::string>& rules,
+                const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
+                const py::list& fresh, const StepOptions& options) {
+  StepReader own = of_optimizer.busy ? of_optimizer.of_another_thread() : StepReader();  // Two threads step one optimizer.
+  StepReader& reader = of_optimizer.busy ? own : of_optimizer;
+  struct Busy {
+    StepReader& reader;
+    explicit Busy(StepReader& r) : reader(r) { reader.busy = true; }
+    ~Busy() {
+      reader.end();
+      reader.busy = false;
+    }
+  } const busy(reader);
   StepResult result;
-  reader.begin(state, fresh, options.writes_grads(), last_look);
+  reader.begin(state, fresh, options.writes_grads());
   for (size_t i = 0; i < groups.size(); ++i) {
     reader.add_group(groups[i], i, find_rule(rules[i]), hypers[i], precisions[i]);
   }
@@ -267,32 +278,12 @@ StepResult read_and_run(StepReader& reader, const py::list& groups, const std::v
   result.has_wrappers = reader.has_wrappers;
   if (result.has_wrappers || !reader.missing.empty()) return result;
   const std::vector<const Batch*> on_device = batches_scaled_on_device(reader, options);
-  if (is_short(reader)) {
-    run(reader, options, on_device, result);
-  } else {
-    // Other threads may drop a gradient or a state that the jobs point to once the GIL is released.
-    const auto owners = reader.owners();
-    const py::gil_scoped_release no_gil;
-    run(reader, options, on_device, result);
-  }
+  const bool keeps_gil = is_short(reader);
+  if (!keeps_gil || options.share) reader.own();
+  std::optional<py::gil_scoped_release> no_gil;
+  if (!keeps_gil) no_gil.emplace();
+  run(reader, options, on_device, result);
   return result;
-}
-
-// Makes one step over all groups; rules[i], hypers[i] and precisions[i] belong to groups[i]. For `last_look` see
-// StepReader::begin. Only optim/native_step.py calls it.
-StepResult step(StepReader& reader, const py::list& groups, const std::vector<std::string>& rules,
-                const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
-                const py::list& fresh, const StepOptions& options, int64_t last_look) {
-  if (reader.busy) {  // Two threads step one optimizer.
-    StepReader own = reader.of_another_thread();
-    return read_and_run(own, groups, rules, hypers, precisions, state, fresh, options, -1);
-  }
-  struct Busy {
-    bool& flag;
-    explicit Busy(bool& f) : flag(f) { flag = true; }
-    ~Busy() { flag = false; }
-  } const busy(reader.busy);
-  return read_and_run(reader, groups, rules, hypers, precisions, state, fresh, options, last_look);
 }
 
 Share as_share(std::optional<py::function> share) {
@@ -335,14 +326,7 @@ void register_optim(py::module_& m) {
       .def_property_readonly("grad_norm", &StepResult::grad_norm)
       .def_property_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
-        py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"), py::arg("last_look"));
-  m.def(
-      "is_only_reference",
-      [](const py::dict& dict, const py::str& key) {
-        PyObject* value = PyDict_GetItem(dict.ptr(), key.ptr());
-        return value != nullptr && Py_REFCNT(value) == 1;
-      },
-      py::arg("dict"), py::arg("key"));
+        py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"));
   m.def("optim_check_hypers", &check_hypers, py::arg("hypers"), py::arg("group"));
   m.def("num_step_threads", &num_step_threads);
   m.def("has_cuda", &has_cuda);

@@ -107,6 +107,7 @@ void StepReader::add_jobs() {
 }
 
 void StepReader::read_other(const Entry& entry) {
+  own(entry);  // Python code may have changed it after own().
   const Group& group = groups_[entry.group];
   const RuleInfo& rule = *group.rule;
   const at::Tensor& param = THPVariable_Unpack(entry.param);
@@ -116,11 +117,6 @@ void StepReader::read_other(const Entry& entry) {
   if (param.key_set().has(c10::DispatchKey::Python)) {
     has_wrappers = true;
     return;
-  }
-  if (const size_t index = &entry - entries_.data(); was_cast(index)) {
-    throw UserTypeError(text(label(entry), " is ", param.scalar_type(), " but was ", stepped_[index].dtype,
-                             " in the step before: cast it back, or construct a new optimizer for it and load the "
-                             "state with load_state_dict()."));
   }
   check_grad(entry, param, grad);
   check_memory(entry, param, "it");

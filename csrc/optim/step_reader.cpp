@@ -56,25 +56,18 @@ GroupNumbers numbers_of(py::handle hypers, size_t index) {
 
 }  // namespace
 
-void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes_grads, int64_t last_look) {
+void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes_grads) {
   state_ = state;
   writes_grads_ = writes_grads;
-  last_look_ = last_look;
-  state_position_ = 0;
   fresh_.clear();
   for (const py::handle& param : fresh) fresh_.insert(param.ptr());
-  groups_.clear();
-  num_entries_ = 0;
-  are_entries_as_before_ = last_look >= 0 && last_look == looks_known_;
-  left_entries_.clear();
   missing = py::list();
   refused = py::list();
   has_wrappers = false;
   has_deferred = false;
 }
 
-void StepReader::clear_jobs() {
-  can_keep_jobs_ = false;
+void StepReader::end() {
   for (Batch& batch : batches) {
     batch.params.clear();
     batch.written_of.clear();
@@ -86,68 +79,93 @@ void StepReader::clear_jobs() {
     batch.numbers_group = -1;
   }
   rules.clear();
-  rule_sources_.clear();
   written.clear();
   advanced_scalars.clear();
   entry_of_.clear();
   rule_group_ = -1;
+  state_ = py::handle();
+  state_position_ = 0;
+  states_by_param_.clear();
+  entries_.clear();
+  left_entries_.clear();
+  groups_.clear();
+  owns_ = false;
+  owned_storages_.clear();
+  owned_tensors_.clear();
+  owned_objects_.clear();
 }
 
-std::vector<c10::intrusive_ptr<c10::TensorImpl>> StepReader::owners() const {
-  std::vector<c10::intrusive_ptr<c10::TensorImpl>> owners;
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    if (readings_[i].kind == Kind::kNoGradient) continue;
-    const at::Tensor& param = THPVariable_Unpack(entries_[i].param);
-    owners.push_back(param.getIntrusivePtr());
-    bool is_deferred = false;
-    const at::Tensor& grad = grad::stored_grad(*param.unsafeGetTensorImpl(), is_deferred);
-    if (grad.defined()) owners.push_back(grad.getIntrusivePtr());
-    const StateValues values = state_values(entries_[i]);
-    if (values.step != nullptr) owners.push_back(THPVariable_Unpack(values.step).getIntrusivePtr());
-    for (PyObject* scalar : values.scalars) {
-      if (scalar != nullptr) owners.push_back(THPVariable_Unpack(scalar).getIntrusivePtr());
-    }
-    for (PyObject* const* tensors : {values.states, values.scales}) {
-      for (int s = 0; s < kMaxStates; ++s) {
-        if (tensors[s] != nullptr) owners.push_back(THPVariable_Unpack(tensors[s]).getIntrusivePtr());
-      }
-    }
-    if (values.extra != nullptr) owners.push_back(THPVariable_Unpack(values.extra).getIntrusivePtr());
-  }
-  return owners;
+void StepReader::own() const {
+  if (owns_) return;
+  owns_ = true;
+  for (const Entry& entry : entries_) own(entry);
+  for (const Entry& entry : left_entries_) own(entry);
+}
+
+// Takes references to a parameter, its gradient and its state, and to their memory, which `tensor.data = other` frees.
+void StepReader::own(const Entry& entry) const {
+  const auto own_object = [&](PyObject* object) {
+    if (object != nullptr) owned_objects_.push_back(py::reinterpret_borrow<py::object>(object));
+  };
+  const auto own_tensor = [&](const at::Tensor& tensor) {
+    owned_tensors_.push_back(tensor);
+    if (tensor.has_storage()) owned_storages_.push_back(tensor.storage());
+  };
+  own_object(entry.param);
+  own_object(entry.state);
+  const at::Tensor& param = THPVariable_Unpack(entry.param);
+  own_tensor(param);
+  bool is_deferred = false;
+  const at::Tensor& grad = grad::stored_grad(*param.unsafeGetTensorImpl(), is_deferred);
+  if (!grad.defined()) return;
+  own_tensor(grad);
+  const StateValues values = state_values(entry);
+  const auto own_value = [&](PyObject* value) {
+    own_object(value);
+    if (value != nullptr && THPVariable_Check(value)) own_tensor(THPVariable_Unpack(value));
+  };
+  own_value(values.step);
+  own_value(values.extra);
+  for (PyObject* scalar : values.scalars) own_value(scalar);
+  for (PyObject* state : values.states) own_value(state);
+  for (PyObject* scales : values.scales) own_value(scales);
 }
 
 void StepReader::add_group(py::handle group, size_t index, const RuleInfo& rule, py::handle hypers,
                            const Precision& precision) {
   check_hypers(hypers, index);
-  groups_.push_back({group, index, &rule, hypers, precision,
+  groups_.push_back({py::reinterpret_borrow<py::object>(group), index, &rule,
+                     py::reinterpret_borrow<py::object>(hypers), precision,
                      rule.counts_steps || precision.rounding == Rounding::kStochastic, numbers_of(hypers, index)});
-  PyObject* params = PyDict_GetItemString(group.ptr(), "params");
-  DT_INVARIANT(params != nullptr && PyList_Check(params));
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
-    PyObject* param = PyList_GET_ITEM(params, i);
-    Entry entry = {param, nullptr, static_cast<uint32_t>(groups_.size() - 1), static_cast<uint32_t>(i)};
-    if (!left_out_.empty() && left_out_.contains(param)) {
-      left_entries_.push_back(entry);
-      continue;
+}
+
+// Looks up all parameters and their states. Runs no Python code, not even the hash of a tensor.
+void StepReader::find_entries() {
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    PyObject* params = PyDict_GetItemString(groups_[i].dict.ptr(), "params");
+    DT_INVARIANT(params != nullptr && PyList_Check(params));
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(params); ++k) {
+      PyObject* param = PyList_GET_ITEM(params, k);
+      Entry entry = {param, nullptr, static_cast<uint32_t>(i), static_cast<uint32_t>(k)};
+      if (!is_left_out_.empty() && is_left_out_.contains(param)) {
+        left_entries_.push_back(entry);
+        continue;
+      }
+      entry.state = find_state(param);
+      entries_.push_back(entry);
     }
-    const size_t at = num_entries_++;
-    if (are_entries_as_before_ && at < entries_.size() && entries_[at].is_at(entry)) continue;
-    are_entries_as_before_ = false;
-    entry.state = find_state(param);
-    entries_.resize(at);
-    entries_.push_back(entry);
   }
 }
 
 void StepReader::leave_out(const std::vector<py::object>& params) {
-  left_out_.clear();
-  for (const py::object& param : params) left_out_.insert(param.ptr());
+  left_out_ = params;
+  is_left_out_.clear();
+  for (const py::object& param : params) is_left_out_.insert(param.ptr());
 }
 
 StepReader StepReader::of_another_thread() const {
   StepReader reader;
-  reader.left_out_ = left_out_;
+  reader.leave_out(left_out_);
   return reader;
 }
 
@@ -155,7 +173,8 @@ void StepReader::refuse(const Entry& entry, const std::string& reason) {
   refused.append(py::make_tuple(py::handle(entry.param), reason));
 }
 
-// Returns state[param], without Python-level hashing in the usual case that the dict is in the parameters' order.
+// Returns state[param], or null. Usually the dict is in the parameters' order; otherwise a map finds tensors by
+// identity, which is how tensors compare as keys.
 PyObject* StepReader::find_state(PyObject* param) {
   constexpr int kLookAhead = 4;  // Parameters without a gradient may lack an entry or have one to skip.
   Py_ssize_t position = state_position_;
@@ -166,9 +185,12 @@ PyObject* StepReader::find_state(PyObject* param) {
       return value;
     }
   }
-  value = PyDict_GetItemWithError(state_.ptr(), param);
-  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return value;
+  if (states_by_param_.empty()) {
+    position = 0;
+    while (PyDict_Next(state_.ptr(), &position, &key, &value)) states_by_param_.emplace(key, value);
+  }
+  const auto found = states_by_param_.find(param);
+  return found == states_by_param_.end() ? nullptr : found->second;
 }
 
 // Throws for memory that two parameters share, because two threads would write it at once.
@@ -278,8 +300,7 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
     batch.params.push_back(job);
     batch.written_of.push_back(static_cast<uint32_t>(written.size()));
   }
-  written.push_back(
-      {reading.param, reading.grad, reading.device.is_cpu() ? reading.counter : StepCounter(), reading.version});
+  written.push_back({reading.param, reading.grad, reading.device.is_cpu() ? reading.counter : StepCounter()});
   entry_of_.push_back(static_cast<uint32_t>(&entry - entries_.data()));
 }
 
@@ -312,26 +333,6 @@ Hypers StepReader::hypers_of(const Group& group) {
   return hypers;
 }
 
-// Computes the rules of a step whose jobs are those of the step before it.
-void StepReader::renew_rules() {
-  for (size_t i = 0; i < rules.size(); ++i) {
-    const Group& group = groups_[rule_sources_[i].group];
-    if (group.rule->counts_steps) ++rule_sources_[i].steps_done;
-    rules[i] = group.rule->make_args(hypers_of(group), rule_sources_[i].steps_done + 1, Scalars());
-  }
-}
-
-// Returns whether the next step has the same jobs if its parameters, gradients and states are the same.
-bool StepReader::has_plain_jobs() const {
-  return left_entries_.empty() &&
-         std::all_of(groups_.begin(), groups_.end(),
-                     [](const Group& group) {
-                       return group.rule->advance == nullptr && group.precision.rounding != Rounding::kStochastic;
-                     }) &&
-         std::all_of(readings_.begin(), readings_.end(),
-                     [](const Reading& reading) { return reading.kind == Kind::kPlain && reading.device.is_cpu(); });
-}
-
 // Returns the index of the parameter's RuleArgs; neighbors nearly always share theirs.
 int32_t StepReader::rule_index(const Entry& entry, const Reading& reading) {
   const Group& group = groups_[entry.group];
@@ -343,7 +344,6 @@ int32_t StepReader::rule_index(const Entry& entry, const Reading& reading) {
   }
   if (rule_group_ != entry.group || rule_steps_done_ != steps_done || rule_scalars_ != scalars) {
     const Hypers hypers = hypers_of(group);
-    rule_sources_.push_back({entry.group, steps_done});
     rules.push_back(group.rule->make_args(hypers, steps_done + 1, scalars));
     rule_group_ = entry.group;
     rule_steps_done_ = steps_done;
@@ -391,8 +391,9 @@ int32_t StepReader::start_index(Batch& batch, const Entry& entry, const Reading&
 }
 
 // Returns the parameter's name if the optimizer was given named_parameters() or drivetrain's DistributedDataParallel
-// knows it, else its position.
+// knows it, else its position. Python code may run.
 std::string StepReader::label(const Entry& entry) const {
+  own();
   const Group& group = groups_[entry.group];
   if (PyObject* names = PyDict_GetItemString(group.dict.ptr(), "param_names"); names != nullptr) {
     return text("parameter '",

@@ -7,13 +7,13 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "grad/deferral.h"
 #include "optim/batch.h"
-#include "optim/footprint.h"
 #include "optim/precision.h"
 #include "optim/rule_table.h"
 
@@ -34,24 +34,22 @@ struct WrittenMemory {
   bool operator==(const WrittenMemory&) const = default;
 };
 
-// A parameter's dtype in the last step.
-struct Stepped {
-  const void* param = nullptr;  // its PyObject
-  at::ScalarType dtype = at::kFloat;
-};
-
 // Makes two passes over the parameters. The first reads plain tensors on all threads, by code that only looks at memory
 // (read_fast.cpp). The second repeats the others on one thread, with every check and its error message
-// (read_checked.cpp). Each optimizer has a reader. It keeps memory and footprints between steps, which need not be
-// valid, and results that it compares with those of the next step. The GIL must be held.
+// (read_checked.cpp). The GIL must be held.
+//
+// Between steps a reader keeps only memory to write into. Within a step this holds: either no code but the step's own
+// runs, or the step owns all that it reads and writes. The first pass and most steps call no Python code and keep the
+// GIL, so that objects stay as they are; pointers to them suffice. Before Python code may run, or another thread, own()
+// takes references: for the text of an error, for operations of tensors that are not plain, and for long steps.
 class StepReader {
  public:
   // Begins a step. `fresh` lists parameters whose state was created for this step. `writes_grads` tells that the step
-  // writes gradients or reads them twice. `last_look` numbers the last access of other code to `state`. It is -1 if
-  // that is unknown, or if other code has a reference to `state` now.
-  void begin(const pybind11::dict& state, const pybind11::list& fresh, bool writes_grads, int64_t last_look);
+  // writes gradients or reads them twice.
+  void begin(const pybind11::dict& state, const pybind11::list& fresh, bool writes_grads);
 
-  // Adds an element of param_groups; `index` is its position there.
+  // Adds an element of param_groups; `index` is its position there. Python code may run, so that read() looks up the
+  // parameters of all groups later.
   void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers,
                  const Precision& precision);
 
@@ -73,8 +71,11 @@ class StepReader {
   std::vector<Written> written;
   std::vector<AdvancedScalar> advanced_scalars;
 
-  // Returns owners of every tensor that was read, for a step during which other threads may run Python.
-  std::vector<c10::intrusive_ptr<c10::TensorImpl>> owners() const;
+  // Takes references to all that was read, for a step during which Python code may run.
+  void own() const;
+
+  // Forgets pointers and references. Python code may run.
+  void end();
 
   bool busy = false;  // another thread's step is running
 
@@ -83,25 +84,21 @@ class StepReader {
 
  private:
   struct Group {
-    pybind11::handle dict;
+    pybind11::object dict;
     size_t index;
     const RuleInfo* rule;
-    pybind11::handle hypers;
+    pybind11::object hypers;
     Precision precision;
     bool counts_steps;  // required by the rule or its rounding
     GroupNumbers numbers;
   };
 
-  // One parameter in Python. Borrowed: the groups and the state keep the objects alive.
+  // One parameter in Python. Borrowed, see above.
   struct Entry {
     PyObject* param;
     PyObject* state;  // the parameter's entry in the optimizer's state, or null
     uint32_t group;
     uint32_t index;  // index in its group
-
-    bool is_at(const Entry& other) const {
-      return param == other.param && group == other.group && index == other.index;
-    }
   };
 
   // The entries of a parameter's state that its rule needs. Borrowed.
@@ -114,32 +111,6 @@ class StepReader {
     PyObject* extra = nullptr;  // the parameter's companion
   };
 
-  // The parameter that the states in a Reading belong to, as they were checked. While only the optimizer's state refers
-  // to its entries, and no other code accesses that, they stay unchanged. A step then need not read them again.
-  struct Known {
-    static constexpr int64_t kMaxDims = 4;
-    PyObject* param = nullptr;  // null if the states must be read
-    uint32_t group = 0;
-    at::ScalarType dtype = at::kFloat;
-    at::Device device = at::kCPU;
-    bool shares_storage = false;  // a state shares its memory with other tensors, which could free it
-    int64_t num_dims = 0;
-    int64_t sizes[kMaxDims] = {};
-
-    Known() = default;
-    Known(const Entry& entry, const c10::TensorImpl& param, bool shares_storage);
-    bool is(const Entry& entry, const c10::TensorImpl& param) const;
-  };
-
-  // The memory of states in a storage that other tensors share.
-  struct SharedStorage {
-    const c10::StorageImpl* storage;
-    const void* data;
-    size_t num_bytes;
-
-    bool operator==(const SharedStorage&) const = default;
-  };
-
   enum class Kind : uint8_t {
     kNoGradient,
     kPlain,  // contiguous tensors of one shape and device, with states; `job` is valid
@@ -148,9 +119,7 @@ class StepReader {
   struct Reading {
     Kind kind = Kind::kOther;
     bool in_double = false;
-    bool is_deferred = false;           // the gradient waits for factors
-    bool is_as_before = false;          // the addresses are those of the step before, and the step is the next one
-    at::ScalarType dtype = at::kFloat;  // the parameter's dtype, except for kNoGradient
+    bool is_deferred = false;  // the gradient waits for factors
     at::Device device = at::kCPU;
     ParamJob job = {};
     double steps_done = 0;     // as known to the host
@@ -158,27 +127,20 @@ class StepReader {
     StepCounter scalars[kMaxScalars] = {};
     c10::TensorImpl* param = nullptr;
     c10::TensorImpl* grad = nullptr;
-    const void* version = nullptr;
-    Known known;
   };
 
+  void find_entries();
   PyObject* find_state(PyObject* param);
+  void own(const Entry& entry) const;
   StateValues state_values(const Entry& entry) const;
   bool lacks_state(const Entry& entry, const StateValues& values) const;
-  void read_plain(const Entry& entry, Footprint& footprint, Reading& reading) const;
-  bool read_states(const Entry& entry, const c10::TensorImpl& param, Footprint& footprint, Reading& reading) const;
-  std::optional<Known> known_from_now(const Entry& entry, const StateValues& values) const;
-  bool can_trust_states() const;
-  bool has_plain_jobs() const;
-  void clear_jobs();
-  void renew_rules();
+  void read_plain(const Entry& entry, Reading& reading) const;
+  bool read_states(const Entry& entry, const c10::TensorImpl& param, Reading& reading) const;
   static Hypers hypers_of(const Group& group);
-  void remember_shared_storages();
   void read_other(const Entry& entry);
   void add_jobs();
   void add_job(const Entry& entry, const Reading& reading);
 
-  bool was_cast(size_t index) const;
   void refuse(const Entry& entry, const std::string& reason);
   void check_apart();
   std::string why_together(const WrittenMemory& first, const WrittenMemory& second) const;
@@ -196,35 +158,23 @@ class StepReader {
   std::string label(const Entry& entry) const;
 
   pybind11::handle state_;  // borrowed during the step
-  std::unordered_set<PyObject*> fresh_;
-  std::unordered_set<PyObject*> left_out_;
-  bool writes_grads_ = false;
-  int64_t last_look_ = -1;
-  bool trusts_states_ = false;  // this step need not read the states of parameters that are known
-  bool can_keep_jobs_ = false;  // the jobs of the last step are complete and plain
-  bool kept_jobs_write_grads_ = false;
-  size_t num_entries_ = 0;  // that this step has so far; equal entries of the step before stay in `entries_`
-  bool are_entries_as_before_ = false;
   Py_ssize_t state_position_ = 0;
+  std::unordered_map<PyObject*, PyObject*> states_by_param_;  // empty if states are in the parameters' order
+  std::unordered_set<PyObject*> fresh_;
+  std::vector<pybind11::object> left_out_;
+  std::unordered_set<PyObject*> is_left_out_;
+  bool writes_grads_ = false;
   std::vector<Group> groups_;
-  // As of the last step that read all states: the last look, the groups' rules and options, and storages.
-  int64_t looks_known_ = -1;
-  std::vector<std::pair<const RuleInfo*, Precision>> groups_known_;
-  std::vector<SharedStorage> shared_storages_;
   std::vector<Entry> entries_;
   std::vector<Entry> left_entries_;  // of the parameters that are left out
   std::vector<Reading> readings_;
-  std::vector<Footprint> footprints_;          // in the order of the entries
-  std::vector<Stepped> stepped_;               // in the order of the entries; set only after a complete read
+  mutable bool owns_ = false;
+  mutable std::vector<pybind11::object> owned_objects_;
+  mutable std::vector<at::Tensor> owned_tensors_;
+  mutable std::vector<c10::Storage> owned_storages_;
   std::vector<uint32_t> entry_of_;             // index of the entry of each element of `written`
   std::vector<WrittenMemory> memory_;          // of this step
   std::vector<WrittenMemory> known_as_apart_;  // memory of an earlier step, without overlaps
-  // A group and its number of steps done, which a rule was made from.
-  struct RuleSource {
-    uint32_t group;
-    double steps_done;
-  };
-  std::vector<RuleSource> rule_sources_;  // in the order of `rules`
   // The group, step and scalars of rules.back(), and the scalars after the step.
   int64_t rule_group_ = -1;
   double rule_steps_done_ = 0;

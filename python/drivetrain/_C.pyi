@@ -162,9 +162,7 @@ def optim_step(
     state: dict[Tensor, Any],
     fresh: list[Tensor],
     options: StepOptions,
-    last_look: int,
 ) -> StepResult: ...
-def is_only_reference(dict: dict[str, Any], key: str) -> bool: ...
 
 # ddp
 def plan_buckets(

@@ -195,12 +195,12 @@ class StepInBackward:
         grads = [param.grad for param in params if param.grad is not None]
         grad_scale = self.divisor if self._max_norm is None else self._clipping_scale(grads, self._max_norm)
         reader = self._readers.setdefault(id(params[0]), _C.StepReader())
-        states_before = len(self._optimizer._states)
+        states_before = len(self._optimizer.state)
         self._optimizer.step_groups(groups, reader, _C.StepOptions(grad_scale=grad_scale))
         for param in params:
             param.grad = None
         del grads
-        if len(self._optimizer._states) > states_before and self._optimizer.is_on_cpu:
+        if len(self._optimizer.state) > states_before and self._optimizer.is_on_cpu:
             _C.return_freed_memory()  # The new states lie between freed gradients.
 
     def _clipping_scale(self, grads: list[Tensor], max_norm: float) -> float | Tensor:

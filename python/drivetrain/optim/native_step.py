@@ -1,8 +1,6 @@
 """Runs the native step over parameter groups, and creates and converts the states that it needs."""
 
 import functools
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,8 +12,6 @@ from .. import _C
 from . import over_groups, precision, sharded, sharded_step, sparse
 from .grad_scaling import GradScaling
 from .mesh_sums import MeshSums
-
-_looks = itertools.count(1)  # at the states of all optimizers; each has its own number, whatever its thread
 
 
 class Replaced(NamedTuple):
@@ -35,7 +31,6 @@ class NativeStep(GradScaling):
     _shards: sharded_step.Shards | None = None  # None until a parameter is a DTensor
     _precision: Mapping[str, Any] = MappingProxyType({})  # the constructor's options of precision.DEFAULTS
     _left_to_torch: Sequence[Tensor] = ()  # parameters that torch's class steps (left_to_torch.py)
-    _last_look: int = 0  # at `state`, by code that may have kept references to its values: its number
     _may_be_sparse: bool = False  # whether an earlier step found a sparse gradient
     _scalar_dtype: torch.dtype | None = None  # of a rule's scalars; None takes the step counter's
     # Steps parameters with sparse gradients, given their group. None where torch's class takes no such gradients.
@@ -45,26 +40,6 @@ class NativeStep(GradScaling):
     def _ids_left(self) -> set[int]:
         """The ids of the parameters that torch's class steps."""
         return {id(param) for param in self._left_to_torch}
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The states by parameter. A step after a look at them checks them; other steps trust the checks before."""
-        self._last_look = next(_looks)
-        return self._states
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._last_look = next(_looks)
-        self.__dict__["state"] = value  # where torch's pickling puts it
-
-    @property
-    def _states(self) -> defaultdict[Tensor, Any]:
-        """The states, for code that keeps no reference to them and changes them in the ways of a step only."""
-        try:
-            states: defaultdict[Tensor, Any] = self.__dict__["state"]
-        except KeyError:
-            raise AttributeError("the optimizer has no state yet: its constructor has not run") from None
-        return states
 
     def _rule(self, group: dict[str, Any]) -> str:
         """Returns the group's native rule by its name in csrc/optim/rules.h."""
@@ -210,14 +185,13 @@ class NativeStep(GradScaling):
         def run(
             plain_groups: list[dict[str, Any]], state: dict[Tensor, Any], step_options: _C.StepOptions
         ) -> tuple[_C.StepResult, bool]:
-            return self._step_plain(plain_groups, state, reader, step_options, -1)
+            return self._step_plain(plain_groups, state, reader, step_options)
 
         needs_norm = options.max_grad_norm is not None or options.check_finite
         if self._shards is None and needs_norm and over_groups.has_any(p for group in groups for p in group["params"]):
             self._shards = sharded_step.Shards()  # the norm is one over ranks, as of DTensors
         if self._shards is None:
-            last_look = self._last_look if _C.is_only_reference(self.__dict__, "state") else -1
-            result, _ = self._step_plain(groups, self._states, reader, options, last_look)
+            result, _ = self._step_plain(groups, self.state, reader, options)
             if not result.has_wrappers:
                 return result
             self._shards = sharded_step.Shards()
@@ -230,12 +204,8 @@ class NativeStep(GradScaling):
         state: dict[Tensor, Any],
         reader: _C.StepReader,
         options: _C.StepOptions,
-        last_look: int,
     ) -> tuple[_C.StepResult, bool]:
         """Steps parameters that are plain tensors. If there are others, nothing happens and the result says so.
-
-        Args:
-            last_look: The number of the last look of other code at `state`; -1 if it may have a reference to it.
 
         Returns:
             The result, and whether states were created, converted or removed for it.
@@ -244,7 +214,7 @@ class NativeStep(GradScaling):
         rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
 
         def run(fresh: list[Tensor]) -> _C.StepResult:
-            return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options, last_look)
+            return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options)
 
         result = run([])
         if result.has_wrappers or not result.missing:
@@ -255,8 +225,6 @@ class NativeStep(GradScaling):
                 f"drivetrain.optim.{type(self).__name__}: {label} has no state yet, and every replay of a CUDA graph "
                 "would create it again: call step() once before the capture."
             )
-        self._last_look = next(_looks)  # for other readers: the states change
-        last_look = -1
         written: list[Replaced] = []
         fresh: list[Tensor] = []
         skipped = True

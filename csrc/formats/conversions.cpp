@@ -1,7 +1,6 @@
 // Collects conversions and writes them; see conversions.h.
 #include "formats/conversions.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
@@ -15,6 +14,7 @@
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
 #include "base/device_table.h"
+#include "base/parallel.h"
 #include "base/torch_text.h"
 #include "formats/convert.h"
 #include "formats/storage_torch.h"
@@ -212,7 +212,7 @@ void Conversions::run() {
 
 void Conversions::run_on_cpu(const std::vector<Conversion>& jobs, int64_t num_chunks) {
   constexpr int64_t kGrain = 8;  // chunks per thread at least
-  at::parallel_for(0, num_chunks, kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, num_chunks, kGrain, [&](int64_t begin, int64_t end) {
     const auto begins_after = [](int64_t chunk, const Conversion& job) { return chunk < job.first_chunk; };
     auto job = std::upper_bound(jobs.begin(), jobs.end(), begin, begins_after) - 1;
     for (int64_t chunk = begin; chunk < end; ++chunk) {

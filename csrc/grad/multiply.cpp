@@ -1,7 +1,6 @@
 // Runs passes over gradients chunk by chunk on all threads; see multiply.h.
 #include "grad/multiply.h"
 
-#include <ATen/Parallel.h>
 #include <emmintrin.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <cstring>
 
 #include "base/cpu_isa.h"
+#include "base/parallel.h"
 #include "grad/chunks.h"
 
 namespace drivetrain::grad {
@@ -18,7 +18,7 @@ bool multiply(const std::vector<Gradient>& gradients, const formats::Factors& fa
   const auto multiply_chunk = for_chosen_isa(baseline::multiply_cpu, avx2::multiply_cpu, avx512::multiply_cpu);
   const std::vector<GradientChunk> chunks = chunks_of(gradients);
   std::atomic<bool> finite{true};
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {
+  parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {
     bool all = true;
     for (int64_t i = begin; i < end; ++i) {
       all &= multiply_chunk(*chunks[i].values, chunks[i].begin, chunks[i].end, factors);
@@ -54,7 +54,7 @@ void zero(const std::vector<Gradient>& gradients) {
   constexpr int64_t kCached = int64_t{32} << 20;  // bytes that a cache may keep until the next backward pass
   int64_t total = 0;
   for (const Gradient& gradient : gradients) total += gradient.numel * formats::bytes_of(gradient.values.format);
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {
+  parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t width = formats::bytes_of(chunks[i].values->format);
       zero_bytes(static_cast<char*>(chunks[i].values->data) + chunks[i].begin * width,

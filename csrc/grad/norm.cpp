@@ -1,9 +1,8 @@
 // Sums the squares of all gradients, chunk by chunk on all threads.
 #include "grad/norm.h"
 
-#include <ATen/Parallel.h>
-
 #include "base/cpu_isa.h"
+#include "base/parallel.h"
 #include "formats/total.h"
 #include "grad/chunks.h"
 
@@ -14,7 +13,7 @@ double sum_of_squares(const std::vector<Gradient>& gradients) {
       for_chosen_isa(baseline::sum_of_squares_cpu, avx2::sum_of_squares_cpu, avx512::sum_of_squares_cpu);
   const std::vector<GradientChunk> chunks = chunks_of(gradients);
   std::vector<double> sums(chunks.size());
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {
+  parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) sums[i] = chunk_sum(*chunks[i].values, chunks[i].begin, chunks[i].end);
   });
   formats::SumOfChunks total;

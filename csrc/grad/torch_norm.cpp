@@ -1,7 +1,6 @@
 // Computes torch's norms of several gradients at once; see torch_norm.h.
 #include "grad/torch_norm.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -10,6 +9,8 @@
 #include <algorithm>
 #include <atomic>
 #include <numeric>
+
+#include "base/parallel.h"
 
 namespace drivetrain::grad {
 namespace {
@@ -37,7 +38,7 @@ at::Tensor torch_norms(const std::vector<at::Tensor>& grads) {
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return grads[a].numel() > grads[b].numel(); });
   std::vector<at::Tensor> norms(grads.size());
   std::atomic<size_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     const at::NoGradGuard no_grad_on_this_thread;
     for (size_t i = next++; i < order.size(); i = next++) {
       norms[order[i]] = at::linalg_vector_norm(grads[order[i]], 2);

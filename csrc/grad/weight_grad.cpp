@@ -3,7 +3,6 @@
 #include "grad/weight_grad.h"
 
 #include <ATen/Context.h>
-#include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
@@ -17,6 +16,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
+#include "base/parallel.h"
 #include "grad/add_micro_grad.h"
 
 namespace drivetrain::grad {
@@ -114,12 +114,12 @@ void add_in_blocks(const WeightGrad& weight_grad, const at::Tensor& grad, const 
     const int64_t count = std::min(kTokens, tokens - token), padded = round_up(count, kTokensStep);
     const auto* from_left = left.const_data_ptr<at::BFloat16>() + token * rows;
     const auto* from_right = right.const_data_ptr<at::BFloat16>() + token * columns;
-    at::parallel_for(0, num_columns, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, num_columns, 1, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin * kColumns; n < std::min(end * kColumns, columns); n += kColumns) {
         pack_columns(from_right + n, columns, count, std::min(kColumns, columns - n), b + n * padded, padded);
       }
     });
-    at::parallel_for(0, num_stripes, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, num_stripes, 1, [&](int64_t begin, int64_t end) {
       std::vector<at::BFloat16> a(stripe * padded);
       std::vector<float> aside(residual.defined() ? stripe * columns : 0);
       for (int64_t m = begin * stripe; m < std::min(end * stripe, rows); m += stripe) {

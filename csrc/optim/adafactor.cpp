@@ -1,12 +1,11 @@
 // Runs Adafactor's passes on the CPU, one matrix parameter after the other; see adafactor.h.
 #include "optim/adafactor.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <memory>
 
 #include "base/cpu_isa.h"
+#include "base/parallel.h"
 
 namespace drivetrain::optim {
 namespace {
@@ -16,7 +15,7 @@ constexpr int64_t kElements = 1 << 15;  // elements per thread at least
 // Calls work(begin, end) for parts of 0 .. count, items of `elements` elements each, on all threads.
 template <class Work>
 void in_parallel(int64_t count, int64_t elements, const Work& work) {
-  at::parallel_for(0, count, std::max<int64_t>(1, kElements / elements), work);
+  parallel_for(0, count, std::max<int64_t>(1, kElements / elements), work);
 }
 
 RuleArgs fitted(const StepJob& job, const ParamJob& param) {

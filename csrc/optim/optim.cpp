@@ -1,7 +1,6 @@
 // Registers the optimizer step with Python: reads the step, and picks device and instruction set.
 #include "optim/optim.h"
 
-#include <ATen/Parallel.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -15,6 +14,7 @@
 
 #include "base/check.h"
 #include "base/held_function.h"
+#include "base/parallel.h"
 #include "grad/deferral.h"
 #include "grad/norm.h"
 #include "grad/reduced_norm.h"
@@ -38,8 +38,8 @@ namespace {
 void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device,
          const formats::Factors& factors, const Share& share) {
   const bool writes_grads = on_device != nullptr || grad_scaling.after != GradAfter::kKeep;
-  constexpr int64_t kGrain = 64;  // parameters per thread at least
-  at::parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
+  constexpr int64_t kGrain = 512;  // parameters per thread at least
+  parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       constexpr int64_t kAhead = 16;
       if (const int64_t ahead = i + kAhead; ahead < end) {
@@ -258,7 +258,8 @@ bool is_short(const StepReader& read) {
 StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vector<std::string>& rules,
                 const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
                 const py::list& fresh, const StepOptions& options) {
-  StepReader own = of_optimizer.busy ? of_optimizer.of_another_thread() : StepReader();  // Two threads step one optimizer.
+  StepReader own =
+      of_optimizer.busy ? of_optimizer.of_another_thread() : StepReader();  // Two threads step one optimizer.
   StepReader& reader = of_optimizer.busy ? own : of_optimizer;
   struct Busy {
     StepReader& reader;

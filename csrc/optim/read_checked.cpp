@@ -118,6 +118,11 @@ void StepReader::read_other(const Entry& entry) {
     has_wrappers = true;
     return;
   }
+  if (const size_t index = &entry - entries_.data(); was_cast(index)) {
+    throw UserTypeError(text(label(entry), " is ", param.scalar_type(), " but was ", stepped_[index].dtype,
+                             " in the step before: cast it back, or construct a new optimizer for it and load the "
+                             "state with load_state_dict()."));
+  }
   check_grad(entry, param, grad);
   check_memory(entry, param, "it");
   check_memory(entry, grad, "its gradient");

@@ -1,10 +1,10 @@
 // Reads plain parameters on all threads, by code that only looks at memory; see step_reader.h.
-#include <ATen/Parallel.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 
+#include "base/parallel.h"
 #include "base/plain_keys.h"
 #include "formats/storage_torch.h"
 #include "optim/python_values.h"
@@ -100,10 +100,11 @@ StepReader::StateValues StepReader::state_values(const Entry& entry) const {
 void StepReader::read() {
   find_entries();
   readings_.resize(entries_.size());
-  constexpr int64_t kGrain = 64;  // parameters per thread at least
-  at::parallel_for(0, static_cast<int64_t>(entries_.size()), kGrain, [&](int64_t begin, int64_t end) {
+  constexpr int64_t kGrain = 512;  // parameters per thread at least; fewer start no threads, as in torch
+  parallel_for(0, static_cast<int64_t>(entries_.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       read_plain(entries_[i], readings_[i]);
+      if (readings_[i].kind == Kind::kPlain && was_cast(i)) readings_[i].kind = Kind::kOther;
     }
   });
   const auto is_other = [](const Reading& reading) { return reading.kind == Kind::kOther; };
@@ -114,7 +115,24 @@ void StepReader::read() {
     own();
   }
   add_jobs();
-  if (!has_wrappers && missing.empty()) check_apart();
+  if (has_wrappers || !missing.empty()) return;
+  check_apart();
+  stepped_.resize(entries_.size());
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    if (readings_[i].kind == Kind::kNoGradient) continue;
+    stepped_[i] = {entry.param, entry.state, THPVariable_Unpack(entry.param).scalar_type()};
+  }
+}
+
+// Returns whether a parameter was cast in place (module.half(), param.data = ...) after the last step. Its state then
+// belongs to other values, and its remainder to other bits.
+bool StepReader::was_cast(size_t index) const {
+  if (index >= stepped_.size() || entries_[index].state == nullptr) return false;
+  const Stepped& before = stepped_[index];
+  if (before.param != entries_[index].param || before.state != entries_[index].state) return false;
+  if (THPVariable_Unpack(entries_[index].param).dtype().toScalarType() == before.dtype) return false;
+  return PyDict_Check(entries_[index].state) && PyDict_Size(entries_[index].state) > 0;
 }
 
 void StepReader::read_plain(const Entry& entry, Reading& reading) const {

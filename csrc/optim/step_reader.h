@@ -34,6 +34,13 @@ struct WrittenMemory {
   bool operator==(const WrittenMemory&) const = default;
 };
 
+// A parameter of the last step: the addresses of its objects, which are compared and never followed, and its dtype.
+struct Stepped {
+  const void* param = nullptr;
+  const void* state = nullptr;
+  at::ScalarType dtype = at::kFloat;
+};
+
 // Makes two passes over the parameters. The first reads plain tensors on all threads, by code that only looks at memory
 // (read_fast.cpp). The second repeats the others on one thread, with every check and its error message
 // (read_checked.cpp). The GIL must be held.
@@ -141,6 +148,7 @@ class StepReader {
   void add_jobs();
   void add_job(const Entry& entry, const Reading& reading);
 
+  bool was_cast(size_t index) const;
   void refuse(const Entry& entry, const std::string& reason);
   void check_apart();
   std::string why_together(const WrittenMemory& first, const WrittenMemory& second) const;
@@ -168,6 +176,7 @@ class StepReader {
   std::vector<Entry> entries_;
   std::vector<Entry> left_entries_;  // of the parameters that are left out
   std::vector<Reading> readings_;
+  std::vector<Stepped> stepped_;  // in the order of the entries; set only after a complete read
   mutable bool owns_ = false;
   mutable std::vector<pybind11::object> owned_objects_;
   mutable std::vector<at::Tensor> owned_tensors_;

@@ -1,12 +1,11 @@
 // Runs both passes of steps with a trust ratio, a few parameters at a time; see trust_ratio.h.
 #include "optim/trust_ratio.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "base/cpu_isa.h"
+#include "base/parallel.h"
 #include "formats/total.h"
 #include "optim/launch.h"
 
@@ -32,7 +31,7 @@ std::vector<TrustRatioSums> trust_ratio_sums_of(const StepJob& job, int32_t firs
   }
   std::vector<TrustRatioSums> sums(chunks.size());
   constexpr int64_t kGrain = 8;  // chunks per thread at least
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, static_cast<int64_t>(chunks.size()), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const ParamJob& param = job.params[chunks[i].param];
       sums[i] = sums_of(job, param, chunks[i].begin, std::min(chunks[i].begin + kChunk, param.numel));

@@ -1,7 +1,6 @@
 // Packs and unpacks tensors on all threads or on the current stream; see pack.h.
 #include "saved_tensors/pack.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
@@ -15,6 +14,7 @@
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/current_stream.h"
+#include "base/parallel.h"
 #include "base/torch_text.h"
 #include "formats/convert.h"
 #include "formats/storage_torch.h"
@@ -111,7 +111,7 @@ std::optional<Packed> pack_bits(const at::Tensor& flat) {
   };
   // The first piece is packed without threads: a tensor with many values mostly shows a third one there.
   pack_pieces(0, std::min<int64_t>(num_pieces(numel), 1));
-  if (!has_third) at::parallel_for(1, num_pieces(numel), kGrain, pack_pieces);
+  if (!has_third) parallel_for(1, num_pieces(numel), kGrain, pack_pieces);
   if (has_third) return std::nullopt;
   TwoValues values = shared.get();
   if (is_bool && !values.has_second()) values.bits[1] = 1;
@@ -130,7 +130,7 @@ void unpack_bits(const Packed& packed, const at::Tensor& flat) {
   void* to = flat.data_ptr();
   const auto unpack_bits_cpu =
       for_chosen_isa(baseline::unpack_bits_cpu, avx2::unpack_bits_cpu, avx512::unpack_bits_cpu);
-  at::parallel_for(0, num_pieces(packed.numel), kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, num_pieces(packed.numel), kGrain, [&](int64_t begin, int64_t end) {
     unpack_bits_cpu(from, values, size, begin * kPiece, std::min(end * kPiece, packed.numel), to);
   });
 }
@@ -150,7 +150,7 @@ void convert(const TypedArray& from, const TypedArray& to, int64_t numel, c10::D
   if (device.is_cuda()) return convert_cuda(from, to, numel, current_stream(device));
   const auto convert_cpu =
       for_chosen_isa(formats::baseline::convert_cpu, formats::avx2::convert_cpu, formats::avx512::convert_cpu);
-  at::parallel_for(0, num_pieces(numel), kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, num_pieces(numel), kGrain, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kPiece, last = std::min(end * kPiece, numel);
     convert_cpu(advanced(from, first), advanced(to, first), last - first, /*key=*/0);
   });

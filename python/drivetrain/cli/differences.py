@@ -128,13 +128,6 @@ DIFFERENCES: Sequence[IntendedDifference] = (
         "Gradients above 4e9 in float32, or 255 in float16, overflow in torch.",
     ),
     IntendedDifference(
-        "Changes of optimizer states from outside",
-        "Count at the next step.",
-        "Count at the next step, if made through `optimizer.state` and whatever came from it. A change through the "
-        "garbage collector's lists (`gc.get_objects()`) may not count.",
-        "A step reads states again only while something else refers to them.",
-    ),
-    IntendedDifference(
         "Dtype of loaded optimizer states",
         "Casts states to the parameter's dtype.",
         "Keeps the stored dtype.",

@@ -278,9 +278,10 @@ class Tiers:
         """Downloads the newest checkpoint into the local directory on rank 0, if a remote has a newer one."""
         failure: CheckpointError | None = None
         if self._uploaders:
-            above = max((one.serial for each in self.stores() for one in each.survey().complete), default=0)
-            mine = complete_checkpoints(store.directory)
             try:
+                # Reads no key: an error of rank 0 alone must come after this exchange.
+                mine, *others = [complete_checkpoints(one.directory) for one in self.stores()]
+                above = max((one.serial for each in (mine, *others) for one in each), default=0)
                 self._download(store, above, None, mine[-1] if mine else None)
             except CheckpointError as error:
                 failure = error

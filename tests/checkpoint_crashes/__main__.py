@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from checkpoint_crashes import harness, signals
+from checkpoint_crashes import group_signals, harness, signals
 
 RECORDED_RUNS = 10
 KINDS = [
     *("kill -9 of one rank", "kill -9 of one of two ranks", "kill -9, encrypted"),
-    *("power cut", "power cut, encrypted", "flipped bit", "SIGTERM"),
+    *("power cut", "power cut, encrypted", "flipped bit", "SIGTERM", "signal to a job with workers"),
 ]
 SIGNALS_PER_ROUND = 10  # one signal for so many rounds of the other kinds, because each starts a training
 
@@ -73,7 +73,9 @@ def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[tuple[int,
     yield "power cut, encrypted", ((seed, True, problems) for seed, problems in cuts)
     flips = harness.flip_rounds(folder, seeds)
     yield "flipped bit", ((seed, True, problems) for seed, problems in flips)
-    yield "SIGTERM", signals.signal_rounds(folder, seeds[: -(-len(seeds) // SIGNALS_PER_ROUND)])
+    some = seeds[: -(-len(seeds) // SIGNALS_PER_ROUND)]
+    yield "SIGTERM", signals.signal_rounds(folder, some)
+    yield "signal to a job with workers", group_signals.group_rounds(folder, some)
 
 
 if __name__ == "__main__":

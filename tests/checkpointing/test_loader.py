@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from drivetrain.checkpointing import rng
 from drivetrain.checkpointing.encoding import Encoder, decode
 from drivetrain.checkpointing.loader import position_of
+from drivetrain.checkpointing.preemption import Notices
 from drivetrain.data import ResumableSampler
 
 # torchdata 0.11 sets a vital sign that this torch has deprecated.
@@ -169,6 +172,38 @@ def test_workers_and_a_second_resume(make: Any, options: dict[str, Any]) -> None
         found += part
         torch.rand(5)
     assert found == whole
+
+
+@pytest.mark.parametrize("make", LOADERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("is_persistent", [False, True], ids=["workers", "persistent workers"])
+def test_workers_that_end_under_a_notice_start_again(make: Any, is_persistent: bool) -> None:
+    """Servers of forkserver end by a signal to the group, with their workers, before the rank has saved."""
+
+    def batches_of(killed_at: int) -> list[Any]:
+        seed()
+        loader = make(num_workers=2, persistent_workers=is_persistent, multiprocessing_context="fork")
+        position, found = position_of(loader), []
+        others = multiprocessing.active_children()
+        notices = Notices([signal.SIGUSR1], None, None)
+        notices.open()
+        position.open(lambda: notices.reason is not None)
+        for _ in range(2):
+            for batch in loader:
+                found.append((torch.as_tensor(batch).tolist(), random.random(), torch.rand(1).item()))
+                if len(found) == killed_at:
+                    signal.raise_signal(signal.SIGUSR1)
+                    workers = [one for one in multiprocessing.active_children() if one not in others]
+                    assert len(workers) == 2
+                    for worker in workers:
+                        worker.kill()
+                        worker.join(30)
+        position.close()
+        notices.close()
+        return found
+
+    whole = batches_of(0)
+    for killed_at in (2, len(whole) // 2 + 1):
+        assert batches_of(killed_at) == whole
 
 
 def test_the_loader_is_given_back_as_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -13,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpoint_crashes.group_signals import signaled
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.preemption import Notices
 from drivetrain.checkpointing.ranks import Ranks
 from effort import rounds
 from polling import wait_until
 from resumed_training import Case, errors_of, newest, run, started, steps_of
+from warm_python import warm_python
 
 MOMENTS = rounds(8, whole=20)  # at which a signal is sent, over all cases
 WAIT_S = 60
@@ -100,7 +103,78 @@ def test_ranks_leave_at_the_same_step(signaled: list[int], tmp_path: Path) -> No
         assert steps_of(tmp_path, rank) == expected
 
 
+@pytest.mark.parametrize(
+    ("method", "number", "route", "is_persistent"),
+    [("fork", signal.SIGTERM, "group", False), ("forkserver", signal.SIGUSR1, "group", True)],
+    ids=["fork", "forkserver"],
+)
+def test_a_signal_to_a_job_with_workers_saves_the_last_step(
+    method: str, number: signal.Signals, route: str, is_persistent: bool, tmp_path: Path
+) -> None:
+    """`make crashes` draws all start methods, both signals, and torchrun."""
+    assert signaled(tmp_path / "run", method, number, route, is_persistent, python=warm_python()) == []
+
+
 # ---- In this process.
+
+
+def test_a_forked_process_has_the_handlers_of_before() -> None:
+    """A script that ends its own process with terminate() and joins it must not wait forever."""
+    notices = Notices([signal.SIGTERM], None, None)
+    notices.open()
+    context = multiprocessing.get_context("fork")
+    runs = context.Event()
+    process = context.Process(target=lambda: (runs.set(), time.sleep(WAIT_S)), daemon=True)
+    process.start()
+    assert runs.wait(WAIT_S)  # Python loses signals that come within the fork
+    process.terminate()
+    process.join(WAIT_S / 2)
+    assert process.exitcode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == notices._on_signal
+    notices.close()
+
+
+class Stuck(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            time.sleep(10 * WAIT_S)
+        return index
+
+
+def test_workers_ignore_a_notice_and_end_when_the_loader_ends_them() -> None:
+    notices = Notices([signal.SIGTERM, signal.SIGUSR1], None, None)
+    notices.open()
+    batches = iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, multiprocessing_context="fork"))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    next(batches)
+    assert worker.is_alive()
+    worker.terminate()
+    assert worker.exitcode is not None
+    notices.close()
+    del batches
+
+
+def test_without_a_notice_a_lost_worker_is_an_error() -> None:
+    notices = Notices([signal.SIGUSR1], None, None)
+    notices.open()
+    batches = iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, multiprocessing_context="fork"))
+    (worker,) = multiprocessing.active_children()
+
+    def lose_worker() -> None:
+        worker.kill()
+        worker.join(WAIT_S)
+        list(batches)
+
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        lose_worker()
+    notices.close()
 
 
 def make(folder: Path, **options: Any) -> tuple[torch.nn.Linear, torch.optim.Optimizer, Checkpointer]:

@@ -226,7 +226,7 @@ class Checkpointer:
             self._notices.open()
             self._tiers.open(self._store, self._new_store, self._new_saver)
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
-            self._state.open()
+            self._state.open(lambda: self._notices.reason is not None)
             self._restore(self._store)
             self._saver.open()
             self._tiers.start()

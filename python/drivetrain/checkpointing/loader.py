@@ -1,17 +1,18 @@
 """Saves and restores the position in the training data, so that a loop continues with the next batch of the epoch."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..data import Prefetcher, ResumableSampler
 from . import rng
+from .skipping import END, Skipping
+from .workers import has_lost_workers
 
 _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
 _KEY = "_drivetrain_position"  # an attribute of loaders that are counted
-_END, _TAKEN = object(), object()
 _IN_USE = "data is used by another Checkpointer: leave its with block first"
 
 
@@ -37,8 +38,12 @@ class Position:
         """
         raise TypeError("data is no DataLoader, whose batches a callback has to see: pass one")
 
-    def open(self) -> None:
-        """Begins to count batches."""
+    def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
+        """Begins to count batches.
+
+        Args:
+            is_noticed: Returns whether this process is about to be preempted. Workers that have ended start again then.
+        """
 
     def close(self) -> None:
         """Ends counting, and gives the loader back as it was."""
@@ -128,9 +133,9 @@ class _Several(Position):
     def call_before_fetch(self, call: Callable[[], None]) -> None:
         self._positions[0].call_before_fetch(call)
 
-    def open(self) -> None:
+    def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
         for position in self._positions:
-            position.open()
+            position.open(is_noticed)
 
     def close(self) -> None:
         for position in self._positions:
@@ -170,6 +175,7 @@ class _Counted(Position):
         self._is_reuse = False  # the iteration under way reuses workers
         self._resumed: Any = None  # the state with which the next iteration continues
         self._before_fetch: Callable[[], None] | None = None
+        self._is_noticed: Callable[[], bool] = lambda: False
 
     def call_before_fetch(self, call: Callable[[], None]) -> None:
         self._before_fetch = call
@@ -178,9 +184,10 @@ class _Counted(Position):
     def epoch(self) -> int:  # type: ignore[override]
         return max(0, self._count + self._is_next)
 
-    def open(self) -> None:
+    def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
         if hasattr(self._loader, _KEY):
             raise RuntimeError(_IN_USE)
+        self._is_noticed = is_noticed
         self._class = type(self._loader)
         members = {"__iter__": lambda loader: getattr(loader, _KEY).begin(), "__module__": self._class.__module__}
         setattr(self._loader, _KEY, self)
@@ -207,15 +214,18 @@ class _Counted(Position):
             self._restarts_workers = False
             self._set_streams(self._workers_start)
             return self._hand_out(self._iterate_from({}), None)
-        # An iteration draws its seeds when it begins. They are drawn again from the states of that time, and the
-        # states go on where the checkpoint found them.
-        now = rng.capture_host()
         self._start, self._is_reuse = resumed["start"], resumed["is_reuse"]
         self._workers_start = resumed["workers_start"]
-        self._set_streams(self._workers_start or self._start)
-        batches = self._hand_out(self._iterate_from(resumed), resumed)
-        rng.restore_host(now)
-        return batches
+        return self._hand_out(self._iterate_again(resumed), resumed)
+
+    def has_lost_workers(self, batches: Iterator[Any]) -> bool:
+        """Returns whether a worker has ended under a notice, so that the iteration must begin again."""
+        return self._is_noticed() and has_lost_workers(batches)
+
+    def begin_again(self, taken: int) -> Iterator[Any]:
+        """Begins the iteration under way again with new workers, after the first `taken` batches of it."""
+        self._loader._iterator = None
+        return self._iterate_again({"batches": taken})
 
     def state(self) -> Any:
         return {
@@ -242,6 +252,14 @@ class _Counted(Position):
         assert self._class is not None
         iterator: Iterator[Any] = self._class.__iter__(self._loader)  # type: ignore[attr-defined]
         return iterator
+
+    def _iterate_again(self, state: Any) -> Iterator[Any]:
+        """Begins an iteration with the seeds that it drew when it began first. The random states then go on."""
+        now = rng.capture_host()
+        self._set_streams(self._workers_start or self._start)
+        batches = self._iterate_from(state)
+        rng.restore_host(now)
+        return batches
 
     def _iterate_from(self, state: Any) -> Iterator[Any]:
         return self._iterate()
@@ -273,6 +291,13 @@ class _StatefulLoader(_Counted):
         state = self._loader.state_dict()  # type: ignore[attr-defined]
         rng.restore_host(before)  # A loader without an iteration begins one, which draws seeds.
         return super().state() | {"loader": state}
+
+    def begin_again(self, taken: int) -> Iterator[Any]:
+        before = rng.capture_host()
+        self._loader.load_state_dict(self._loader.state_dict())  # type: ignore[attr-defined]
+        batches = self._iterate()
+        rng.restore_host(before)
+        return batches
 
     def restore(self, state: Any, is_same_world: bool) -> None:
         super().restore(state, is_same_world)
@@ -337,6 +362,11 @@ class _MapStyleLoader(_Counted):
                 self._sampler.set_epoch(state["sampler_epoch"])
         self._begun_epoch = getattr(self._sampler, "epoch", None)
 
+    def begin_again(self, taken: int) -> Iterator[Any]:
+        if self._resumable is not None:
+            self._resumable.load_state_dict(self._resumable.state_dict(0))  # to the beginning of this iteration
+        return super().begin_again(self._skipped + taken)
+
     def begin(self) -> Iterator[Any]:
         self._begun_epoch = getattr(self._sampler, "epoch", None)
         if self._resumed is None:
@@ -348,7 +378,7 @@ class _MapStyleLoader(_Counted):
         original = getattr(self._loader, name)
         # An iteration over running workers drew no seed for them before its sampler drew.
         before = functools.partial(self._set_streams, self._start) if self._is_reuse else None
-        skipping = _Skipping(original, state.get("batches", 0), before)
+        skipping = Skipping(original, state.get("batches", 0), before)
         # DataLoader refuses to replace its sampler, because an iteration under way would not see it. None is.
         object.__setattr__(self._loader, name, skipping)
         try:
@@ -368,6 +398,7 @@ class _CountedBatches:
 
     def __init__(self, batches: Iterator[Any], counted: _Counted) -> None:
         self._batches, self._counted = batches, counted
+        self._fetched = 0
 
     def __iter__(self) -> "_CountedBatches":
         return self
@@ -375,11 +406,26 @@ class _CountedBatches:
     def __next__(self) -> Any:
         self.begin_fetch()
         try:
-            batch = next(self._batches)
+            batch = self._fetch()
         except StopIteration:
             self.end_epoch()
             raise
         self.count()
+        return batch
+
+    def _fetch(self) -> Any:
+        try:
+            if self._counted.has_lost_workers(self._batches):
+                self._batches = self._counted.begin_again(self._fetched)
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except Exception:
+            if not self._counted.has_lost_workers(self._batches):
+                raise
+            self._batches = self._counted.begin_again(self._fetched)
+            batch = next(self._batches)
+        self._fetched += 1
         return batch
 
     def apart(self) -> tuple[Iterator[Any], "_CountedBatches"]:
@@ -387,7 +433,7 @@ class _CountedBatches:
 
         The caller calls `begin_fetch` before the training fetches a batch, and `count` or `end_epoch` after it.
         """
-        return self._batches, self
+        return iter(self._fetch, END), self
 
     def begin_fetch(self) -> None:
         if self._counted._before_fetch is not None:
@@ -404,63 +450,3 @@ class _CountedBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
-
-
-class _Skipping:
-    """A sampler whose first used iteration leaves out the first `count` elements.
-
-    DataLoader with workers makes an iterator that it drops. So one begins with its first element, or with `prime`, and
-    calls `before` then.
-    """
-
-    def __init__(self, sampler: Iterable[Any], count: int, before: Callable[[], None] | None) -> None:
-        self._sampler, self._count, self._before = sampler, count, before
-        self._has_begun = False
-        self._last: _Skipped | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._has_begun:
-            return iter(self._sampler)
-        self._last = _Skipped(self)
-        return self._last
-
-    def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
-
-    def begin(self) -> Iterator[Any]:
-        """Returns the sampler's iterator at the first element that is not left out."""
-        self._has_begun = True
-        if self._before is not None:
-            self._before()
-        elements = iter(self._sampler)
-        for _ in range(self._count):
-            next(elements, None)
-        return elements
-
-    def prime(self) -> None:
-        """Begins now, so that the sampler draws its random numbers now."""
-        if self._last is not None:
-            self._last.prime()
-
-
-class _Skipped:
-    def __init__(self, skipping: _Skipping) -> None:
-        self._skipping = skipping
-        self._elements: Iterator[Any] | None = None
-        self._first: Any = _TAKEN
-
-    def __iter__(self) -> "_Skipped":
-        return self
-
-    def prime(self) -> Iterator[Any]:
-        if self._elements is None:
-            self._elements = self._skipping.begin()
-            self._first = next(self._elements, _END)
-        return self._elements
-
-    def __next__(self) -> Any:
-        elements = self.prime()
-        first, self._first = self._first, _TAKEN
-        if first is _END:
-            raise StopIteration
-        return next(elements) if first is _TAKEN else first

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from .metadata import Poller, Source, source_of
+from .workers import Shield
 
 _logger = logging.getLogger("drivetrain")
 _SAME_NOTICE_SECONDS = 2.0  # launchers and schedulers both deliver one notice, so two signals may be one
@@ -43,7 +44,8 @@ class Notices:
         self._poller: Poller | None = None
         self._originals: dict[int, Any] = {}
         self._pid = os.getpid()
-        self._noticed_at: dict[tuple[int, int], float] = {}  # by process and signal
+        self._noticed_at: dict[int, float] = {}  # by signal
+        self._shield = Shield(self._signals, lambda: self.reason is not None)
 
     def open(self) -> None:
         """Handles the signals, and begins to poll. A second call has no effect."""
@@ -57,11 +59,13 @@ class Notices:
         else:
             for number in self._signals:
                 self._originals[number] = signal.signal(number, self._on_signal)
+            self._shield.open()
         if self._source is not None and self._poller is None:
             self._poller = Poller(self._source)
 
     def close(self) -> None:
         """Restores the original signal handlers and ends polling."""
+        self._shield.close()
         for number, original in self._originals.items():
             if signal.getsignal(number) == self._on_signal:  # otherwise the script has replaced it since
                 signal.signal(number, signal.SIG_DFL if original is None else original)
@@ -84,11 +88,9 @@ class Notices:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        first = self._noticed_at.setdefault((os.getpid(), number), now)
-        # Schedulers signal whole process groups. A forked worker of a DataLoader outlives that, because the last steps
-        # need its batches, and ends at the next signal.
-        patience = _SAME_NOTICE_SECONDS if os.getpid() == self._pid else 0.0
-        if first == now or now - first < patience:
+        first = self._noticed_at.setdefault(number, now)
+        # A process that the script forks ends as it would without drivetrain: its parent may wait for that.
+        if os.getpid() == self._pid and (first == now or now - first < _SAME_NOTICE_SECONDS):
             self.reason = self.reason or signal.Signals(number).name
             return
         original = self._originals[number]

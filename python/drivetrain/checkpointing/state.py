@@ -1,6 +1,6 @@
 """Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +87,9 @@ class TrainingState:
         self._orders: list[ParameterOrder] = []  # of the optimizers' parameters in the state that is restored
         self._refuse_overlapped()
 
-    def open(self) -> None:
-        """Begins to follow the data and the optimizers."""
-        self._position.open()
+    def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
+        """Begins to follow the data and the optimizers. `is_noticed` is as `Position.open` takes it."""
+        self._position.open(is_noticed)
         for gradients in self._gradients:
             gradients.open()
 

@@ -1,6 +1,7 @@
 // Allocates the flat gradient buffer, divides it into buckets and moves gradients in and out.
 #include "ddp/grad_buffer.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
@@ -27,6 +28,17 @@ std::vector<int64_t> grad_strides(const at::Tensor& param) {
   std::vector<int64_t> strides(param.dim(), 1);
   for (int64_t d = param.dim() - 2; d >= 0; --d) strides[d] = strides[d + 1] * std::max<int64_t>(param.size(d + 1), 1);
   return strides;
+}
+
+bool has_grad_strides(const at::Tensor& param, at::IntArrayRef strides) {
+  return strides.equals(param.is_non_overlapping_and_dense() ? param.strides() : at::IntArrayRef(grad_strides(param)));
+}
+
+// Returns another tensor over the same storage. Unlike detach() it allows `.grad.set_()`.
+at::Tensor twin_of(const at::Tensor& tensor) {
+  auto twin = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+  twin->set_autograd_meta(nullptr);
+  return at::Tensor(std::move(twin));
 }
 
 }  // namespace
@@ -104,7 +116,7 @@ void GradBuffer::lay_out(const BucketPlan& plan, int64_t device_bytes, int64_t& 
     if (bucket.sparse) {
       region.view = at::Tensor();
     } else if (!shows_region(entry.param)) {
-      region.view = make_view(entry.param);
+      make_view(entry.param);
     }
     bucket.params.push_back(entry.param);
   }
@@ -173,18 +185,18 @@ std::vector<at::Tensor> GradBuffer::views() const {
   return views;
 }
 
-at::Tensor GradBuffer::make_view(size_t param) const {
+void GradBuffer::make_view(size_t param) {
   const at::Tensor& tensor = params_[param].tensor;
-  const Region& region = regions_[param];
-  return piece_of(buckets_[region.bucket].flat, region.offset, tensor.sizes(), grad_strides(tensor), grad_dtype(param));
+  Region& region = regions_[param];
+  region.view =
+      piece_of(buckets_[region.bucket].flat, region.offset, tensor.sizes(), grad_strides(tensor), grad_dtype(param));
+  region.memory = region.view.storage();
 }
 
 // Returns true if the view shows the place where the region is now. References to it then stay known.
 bool GradBuffer::shows_region(size_t param) const {
-  const at::Tensor& tensor = params_[param].tensor;
   const at::Tensor& view = regions_[param].view;
-  return view.defined() && view.numel() > 0 && view.scalar_type() == grad_dtype(param) && has_intact_view(param) &&
-         view.sizes().equals(tensor.sizes()) && view.strides().equals(grad_strides(tensor));
+  return view.defined() && view.numel() > 0 && has_intact_view(param);
 }
 
 const void* GradBuffer::address_of(size_t param) const {
@@ -193,11 +205,15 @@ const void* GradBuffer::address_of(size_t param) const {
 }
 
 bool GradBuffer::is_in_place(size_t param, const at::Tensor& grad) const {
-  return grad.const_data_ptr() == address_of(param) && grad.strides().equals(regions_[param].view.strides());
+  return grad.const_data_ptr() == address_of(param) && has_grad_strides(params_[param].tensor, grad.strides());
 }
 
 bool GradBuffer::has_intact_view(size_t param) const {
-  return regions_[param].view.const_data_ptr() == address_of(param);
+  const Region& region = regions_[param];
+  const at::Tensor& tensor = params_[param].tensor;
+  return region.view.const_data_ptr() == address_of(param) && region.view.storage().is_alias_of(region.memory) &&
+         region.view.scalar_type() == grad_dtype(param) && region.view.sizes().equals(tensor.sizes()) &&
+         has_grad_strides(tensor, region.view.strides());
 }
 
 bool GradBuffer::is_in_place(const std::vector<BucketPlan>& plans) const {
@@ -220,23 +236,27 @@ bool GradBuffer::contains(const at::Tensor& tensor) const {
 // ---- Gradients in and out.
 
 void GradBuffer::leave_to_holders(size_t param) {
-  at::Tensor& view = regions_[param].view;
-  if (!view.defined() || view.numel() == 0) return;
-  if (!has_intact_view(param)) {
-    view = make_view(param);
-    return;
-  }
+  Region& region = regions_[param];
+  if (!region.view.defined() || params_[param].tensor.numel() == 0) return;
+  restore_view(param);
   if (settings.stays_views || settings.on_moved) return;
   // torch accumulates in place into what .grad shows.
   const at::Tensor& grad = params_[param].tensor.grad();
   if (grad.defined() && grad.layout() == at::kStrided && is_in_place(param, grad)) return;
-  // A reference to the tensor itself keeps its storage in use only once this view lets go of it.
-  if (view.use_count() > 1) view = view.variable_data();
-  const at::Storage held = view.storage();
-  if (held.use_count() <= 2) return;  // `held` and the view
-  at::Tensor copy = view.clone();
-  held.set_data_ptr_noswap(copy.storage().set_data_ptr(at::DataPtr(nullptr, view.device())));
-  view = make_view(param);
+  region.view = twin_of(region.view);  // ends references to the tensor that was `.grad`, also weak ones
+  if (region.memory.use_count() == 2) return;
+  const at::Storage held = region.memory;
+  const at::Tensor copy = region.view.clone();
+  make_view(param);
+  held.set_data_ptr_noswap(copy.storage().set_data_ptr(at::DataPtr(nullptr, copy.device())));
+}
+
+void GradBuffer::restore_view(size_t param) {
+  if (has_intact_view(param)) return;
+  Region& region = regions_[param];
+  const at::Tensor& tensor = params_[param].tensor;
+  region.view = at::empty({0}, buckets_[region.bucket].flat.options());
+  region.view.set_(region.memory, 0, tensor.sizes(), grad_strides(tensor));
 }
 
 void GradBuffer::fill(size_t param, const at::Tensor& values, double scale) {
@@ -264,7 +284,8 @@ bool GradBuffer::are_views_held() const {
   std::vector<at::Tensor> views;
   for (const Region& region : regions_) {
     if (!region.view.defined()) continue;
-    if (region.view.storage().use_count() > 1) return true;
+    const size_t own = region.view.storage().is_alias_of(region.memory) ? 2 : 1;
+    if (region.memory.use_count() > own) return true;
     views.push_back(region.view);
   }
   return settings.are_held && settings.are_held(views);

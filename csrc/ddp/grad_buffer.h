@@ -53,6 +53,7 @@ class GradBuffer {
     size_t bucket = 0;
     int64_t offset = 0;  // bytes from the bucket's start
     at::Tensor view;     // strided by torch's gradient layout contract; undefined where the gradient is sparse
+    at::Storage memory;  // over the region; a script that replaces the view's may still show it in other tensors
   };
   // The layout settings take effect with the next build().
   struct Settings {
@@ -95,8 +96,10 @@ class GradBuffer {
   bool is_in_place(size_t param, const at::Tensor& grad) const;
   // Returns true if the buffer has these buckets already.
   bool is_in_place(const std::vector<BucketPlan>& plans) const;
-  // Returns false if the script assigned to .grad.data, which replaces the view's memory.
+  // Returns false if the script has replaced the view's memory, dtype or strides, as by assigning to .grad.data.
   bool has_intact_view(size_t param) const;
+  // Lets the view show the region, if the script has replaced what it shows.
+  void restore_view(size_t param);
   // Gives tensors that the script keeps over the region, such as p.grad.flatten(), memory of their own. Call it before
   // the region gets a gradient that is not accumulated into the last one. NumPy arrays keep pointing at the region.
   void leave_to_holders(size_t param);
@@ -124,7 +127,7 @@ class GradBuffer {
   void group_small_buckets();
   std::shared_ptr<const RankRanges> kept_ranges(const Bucket& bucket) const;
   std::string describe(size_t bucket) const;
-  at::Tensor make_view(size_t param) const;
+  void make_view(size_t param);
   bool shows_region(size_t param) const;
   const void* address_of(size_t param) const;
   bool contains(const at::Tensor& tensor) const;

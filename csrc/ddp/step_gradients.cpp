@@ -57,6 +57,7 @@ void StepGradients::move_to_region(size_t param, at::Tensor& grad, double scale)
     return;
   }
   if (buffer_.is_in_place(param, grad)) {
+    buffer_.restore_view(param);
     if (scale != 1) grad.mul_(as_scalar(scale));
     return;
   }

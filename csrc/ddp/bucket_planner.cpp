@@ -202,6 +202,7 @@ std::vector<int64_t> BucketPlanner::fired_order() const {
 
 void BucketPlanner::rebuild_in_order() {
   is_rebuilt_ = true;
+  if (collectives_.comm().is_foreign()) return;
   const std::vector<int64_t> order = fired_order();
   const auto on_device = at::TensorOptions(at::kLong).device(device());
   const at::Tensor holders = at::full({1}, buffer_.are_views_held() ? 1 : 0, on_device);

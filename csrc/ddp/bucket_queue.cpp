@@ -115,7 +115,7 @@ void BucketQueue::reduce(size_t index) {
     auto reduce = std::make_unique<HookReduce>(*hook_, seen);
     state.hooked = reduce.get();
     state.reduce = std::move(reduce);
-  } else if (parts_.collectives.comm().size() > 1) {
+  } else if (parts_.collectives.comm().size() > 1 || parts_.collectives.comm().is_foreign()) {
     const at::Tensor flat = as_real(bucket.flat);
     try {
       const bool as_sum = scaling_.as_sum || bucket.sparse;

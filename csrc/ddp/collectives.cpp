@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 
 #include "base/check.h"
 #include "base/write_cuda.h"
@@ -162,6 +163,7 @@ std::vector<at::Tensor> Collectives::read(const LateValue& gathered, const std::
 
 void Collectives::fail_step(std::string what, std::string report) const {
   recovery_.forget_step();
+  if (comm_->is_foreign() && std::current_exception()) throw;  // a script's own group raises what it means
   fail(what, report);
 }
 

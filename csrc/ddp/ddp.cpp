@@ -141,9 +141,9 @@ void add_end_callback(Reducer& reducer, py::function callback) {
   reducer.with_parts([&](ReducerParts& parts) { parts.end_callbacks.push_back(call); });
 }
 
-std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::string& device,
+std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::string& backend,
                                  std::vector<int64_t> ranks) {
-  return make_torch_comm(process_group, c10::Device(device).type(), Ranks(std::move(ranks)));
+  return make_torch_comm(process_group, backend, Ranks(std::move(ranks)));
 }
 
 std::shared_ptr<Comm> wire_comm(const std::string& process_group, const std::string& returning, at::ScalarType dtype,
@@ -425,7 +425,7 @@ void register_ddp(py::module_& m) {
            py::arg("ranges"));
   m.def("piece_of", &piece_of, py::arg("memory"), py::arg("offset"), py::arg("sizes"), py::arg("strides"),
         py::arg("dtype"));
-  m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("device"),
+  m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("backend"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"), py::arg("dtype"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());

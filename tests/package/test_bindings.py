@@ -111,7 +111,7 @@ def results(comm: _C.Comm) -> dict[str, Callable[[], object]]:
     reducer = make_reducer(nn.Linear(2, 2), comm)
     pool, packed = _C.OffloadPool(1 << 20), _C.pack(torch.ones(256), "bits")
     return {
-        "Comm": lambda: _C.torch_comm(process_group=group, device="cpu"),
+        "Comm": lambda: _C.torch_comm(process_group=group, backend="gloo"),
         "CarriedErrors": lambda: comm.carry_errors(memory),
         "BucketInfo": reducer.buckets,
         "Offloaded": lambda: pool.begin(torch.ones(256)),
@@ -139,7 +139,7 @@ def construct_beside_users() -> None:
     """Runs every constructor and result, while a thread makes, casts and frees bound objects without a pause."""
     sys.setswitchinterval(1e-6)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    comm = _C.torch_comm(process_group=dist.distributed_c10d._get_default_group().group_name, device="cpu")
+    comm = _C.torch_comm(process_group=dist.distributed_c10d._get_default_group().group_name, backend="gloo")
     made = makers(comm)
     assert made.keys() == constructed_classes()
     progress = make_reducer(nn.Linear(2, 2), comm).progress()

@@ -197,7 +197,8 @@ class NcclComm final : public Comm {
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
     if (flat.layout() != at::kStrided) {
       // NCCL has no sparse tensors. The process group reduces them over gloo.
-      if (!sparse_) sparse_ = make_torch_comm(group_name_, device_.type(), ranks());
+      if (!sparse_)
+        sparse_ = make_torch_comm(group_name_, group_->getBackend(device_.type())->getBackendName(), ranks());
       return sparse_->start_sum(flat);
     }
     return recording_collective("nccl:all_reduce", tag(), flat, [&] {

@@ -14,6 +14,7 @@
 #include <new>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <type_traits>
 #include <vector>
 
@@ -104,9 +105,43 @@ void TorchReduce::wait() {
   while (work_.use_count() > 1 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
 }
 
-// A group may have several backends ("cpu:gloo,cuda:nccl"). The one for the gradients' device counts.
-TorchComm::TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device, Ranks ranks)
-    : Comm(std::move(ranks)), group_(std::move(group)), backend_(group_->getBackend(device)->getBackendName()) {}
+namespace {
+
+// An all-reduce of a script's own process group. As in torch's reducer only the work's future counts. A work written in
+// Python may implement nothing else, and may leave the result in other memory.
+class FutureReduce final : public PendingReduce {
+ public:
+  FutureReduce(WorkPtr work, at::Tensor flat)
+      : work_(std::move(work)), future_(work_->getFuture()), flat_(std::move(flat)) {
+    if (!future_) throw EnvironmentError("the process group's allreduce() returned a work whose get_future() is None");
+  }
+
+  bool is_done() override { return future_->completed(); }
+
+  void wait() override {
+    if (!flat_.defined()) return;
+    future_->wait();
+    const at::Tensor result = c10d::detail::parseCppCommHookResult(future_->value());  // rethrows the future's error
+    if (flat_.is_sparse() || !result.is_alias_of(flat_)) flat_.copy_(result);
+    flat_.reset();
+  }
+
+  bool wait_for(std::chrono::milliseconds limit) override {
+    if (!ddp::wait_for(*future_, limit)) return false;
+    wait();
+    return true;
+  }
+
+ private:
+  const WorkPtr work_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  at::Tensor flat_;  // undefined once the result is there
+};
+
+}  // namespace
+
+TorchComm::TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string backend, Ranks ranks)
+    : Comm(std::move(ranks)), group_(std::move(group)), backend_(std::move(backend)) {}
 
 // Releases the GIL, as the group's last owner joins its threads, which may wait for the GIL to free a tensor.
 TorchComm::~TorchComm() {
@@ -124,6 +159,7 @@ std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
   std::vector<at::Tensor> tensors = {flat};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::SUM;
+  if (is_foreign()) return std::make_unique<FutureReduce>(group_->allreduce(tensors, options), flat);
   return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
 }
 
@@ -189,7 +225,7 @@ void TorchComm::start_call(const at::Tensor& flat, const RangeCall& call, bool g
 }
 
 void TorchComm::set_returning(const std::string& group_name) {
-  returning_ = std::make_shared<TorchComm>(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, ranks());
+  returning_ = std::make_shared<TorchComm>(c10d::resolve_process_group(group_name), "gloo", ranks());
   DT_INVARIANT(returning_->size() == size() && returning_->rank() == rank());
 }
 
@@ -208,7 +244,7 @@ namespace {
 class TorchExchange final : public HostExchange {
  public:
   explicit TorchExchange(const std::string& group_name)
-      : comm_(std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, Ranks())) {}
+      : comm_(std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), "gloo", Ranks())) {}
 
   // A group that ends waits for what it has under way, and the other hosts need not take part in another round. Their
   // connections then last until the process ends.
@@ -287,8 +323,8 @@ std::optional<ElementType> element_type(at::ScalarType dtype) {
   }
 }
 
-std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device, Ranks ranks) {
-  return std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), device, std::move(ranks));
+std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, const std::string& backend, Ranks ranks) {
+  return std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), backend, std::move(ranks));
 }
 
 }  // namespace drivetrain::ddp

@@ -39,12 +39,14 @@ class TorchReduce final : public PendingReduce {
 
 class TorchComm final : public Comm {
  public:
-  TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::DeviceType device, Ranks ranks);
+  // backend: the name of the group's backend, if torch brings it; else "".
+  TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string backend, Ranks ranks);
   ~TorchComm() override;
 
   int size() const override { return group_->getSize(); }
   int rank() const override { return group_->getRank(); }
   std::string name() const override { return "torch"; }
+  bool is_foreign() const override { return backend_.empty(); }
   at::Tensor allocate(int64_t bytes, c10::Device device) override;
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override;
   std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
@@ -63,7 +65,7 @@ class TorchComm final : public Comm {
   void start_call(const at::Tensor& flat, const RangeCall& call, bool gathers);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::string backend_;
+  const std::string backend_;
   std::shared_ptr<TorchComm> returning_;  // null: sums go to one rank each
 };
 

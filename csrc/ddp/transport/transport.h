@@ -76,6 +76,9 @@ class Comm {
   virtual std::string why_not() const { return ""; }
   // Allocates zeroed bytes in which start() works best. Every rank must allocate the same sizes in the same order.
   virtual at::Tensor allocate(int64_t bytes, c10::Device device) = 0;
+  // Returns true if a script's own process group carries the values. It gets the all-reduces that torch's reducer would
+  // start, also those of a single rank, and no others.
+  virtual bool is_foreign() const { return false; }
   // Returns true if this transport adds the rounding errors of a transfer to the next one of the same values.
   virtual bool carries_errors() const { return false; }
   // Lets it do so for tensors in that memory, as long as the result exists. Make a new one when other values take their
@@ -130,9 +133,9 @@ class Comm {
 // Returns the type of elements that transports add themselves; nothing: the process group must.
 std::optional<ElementType> element_type(at::ScalarType dtype);
 
-// Makes a transport over any torch process group, by the name under which torch registered it, for tensors on that type
-// of device.
-std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, c10::DeviceType device, Ranks ranks = Ranks());
+// Makes a transport over any torch process group, by the name under which it is registered now. backend: the name of
+// its backend for the gradients' device, if torch brings it; else "".
+std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, const std::string& backend, Ranks ranks = Ranks());
 
 // Makes the exchange of tags between the ranks of a gloo process group.
 std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name);

@@ -221,8 +221,8 @@ class WireComm final : public Comm {
   WireComm(const std::string& group_name, const std::string& returning, WireFormat format, const Ranks& ranks)
       : Comm(ranks),
         format_(format),
-        group_(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, ranks),
-        returning_(c10d::resolve_process_group(returning), c10::DeviceType::CPU, ranks),
+        group_(c10d::resolve_process_group(group_name), "gloo", ranks),
+        returning_(c10d::resolve_process_group(returning), "gloo", ranks),
         chain_(std::make_shared<Chain>(returning_)) {
     DT_INVARIANT(group_.size() == returning_.size() && group_.rank() == returning_.rank());
   }
@@ -250,8 +250,7 @@ class WireComm final : public Comm {
 
   void set_returning(const std::string& group_name) override {
     group_.set_returning(group_name);
-    scatter_returning_ =
-        std::make_shared<TorchComm>(c10d::resolve_process_group(group_name), c10::DeviceType::CPU, ranks());
+    scatter_returning_ = std::make_shared<TorchComm>(c10d::resolve_process_group(group_name), "gloo", ranks());
   }
 
   std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,

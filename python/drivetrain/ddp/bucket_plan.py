@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import _C
 from ..notebook import html_table
+from .gather import is_foreign
 
 if TYPE_CHECKING:
     from .distributed import DistributedDataParallel
@@ -126,6 +127,7 @@ def obstacle_to_planning(ddp: "DistributedDataParallel", parameters: list[nn.Par
     is_on_cuda = parameters[0].device.type == "cuda"
     obstacles = {
         "there is one rank only": dist.get_world_size(ddp.process_group) == 1,
+        "the process group is not one of torch.distributed's": is_foreign(ddp.process_group),
         "bucket sizes were given": not ddp.bucket_bytes_cap_default,
         "find_unused_parameters=True: which gradients come differs from step to step": ddp.find_unused_parameters,
         "with mixed_precision the buckets stay as they are": ddp.mixed_precision is not None,

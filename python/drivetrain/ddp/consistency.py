@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .gather import gather_bytes, gather_objects, on_device
+from .gather import gather_bytes, gather_objects, is_foreign, on_device
 from .transport import rank_name
 
 _BUCKET_SIZES = ("bucket_cap_mb", "bucket_cap_mb_list")
@@ -69,7 +69,8 @@ def check_same_on_all_ranks(
     arguments: dict[str, object],
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
-    """Compares parameters and arguments over ranks. As under torch, ranks may give their parameters other names.
+    """Compares parameters and arguments over ranks. As under torch, ranks may give their parameters other names. A foreign group
+    is left to torch's own comparison.
 
     Returns:
         The arguments for bucket sizes: rank 0's, if the ranks' differ.
@@ -79,6 +80,8 @@ def check_same_on_all_ranks(
             it and names the first difference.
     """
     sizes = {name: arguments[name] for name in _BUCKET_SIZES}
+    if is_foreign(group):
+        return sizes
     names = [name for name, _ in named_params]
     same = [f"{name} {value!r}" for name, value in arguments.items() if name not in sizes]
     facts = [_facts_of(param) for _, param in named_params]

@@ -9,16 +9,34 @@ import torch.distributed as dist
 R = TypeVar("R")
 
 
+def is_foreign(group: dist.ProcessGroup | None) -> bool:
+    """Returns True for a group that torch.distributed has not made: a class of a script, or one that it does not know.
+
+    Such a group gets the calls of torch's DistributedDataParallel, and no others.
+    """
+    return group is not None and (
+        type(group) is not dist.ProcessGroup or group not in dist.distributed_c10d._world.pg_map
+    )
+
+
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns the name of the group's backend for tensors on that type of device, or None if it has none."""
+    """Returns the name of the group's backend for tensors on that type of device, or None if torch brings none."""
+    if is_foreign(group):
+        return None
     try:
-        return str(group._get_backend(torch.device(device.type)).name())
+        backend = group._get_backend(torch.device(device.type))
     except RuntimeError:
         return None
+    return str(backend.name()) if type(backend).__module__ == dist.ProcessGroup.__module__ else None
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """Returns the numbers of the group's ranks in the job. A foreign group's ranks have their numbers in the group."""
+    return list(range(group.size())) if is_foreign(group) else dist.get_process_group_ranks(group)
 
 
 def cpu_backend(group: dist.ProcessGroup) -> str | None:
-    """Returns the name of the group's backend for tensors on the CPU, or None if it has none."""
+    """Returns the name of the group's backend for tensors on the CPU, or None if torch brings none."""
     return backend_for(group, torch.device("cpu"))
 
 

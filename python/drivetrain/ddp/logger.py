@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .gather import is_foreign
+
 if TYPE_CHECKING:
     from .distributed import DistributedDataParallel
 
@@ -48,10 +50,11 @@ class Logger:
         self._names = {name: index for index, name in enumerate(names)}
         buckets = ddp.reducer.buckets()
         trained = [p for p in ddp.module.parameters() if p.requires_grad]
-        backend = dist.get_backend(ddp.process_group)
+        group = ddp.process_group
+        backend = group.name() if is_foreign(group) else dist.get_backend(group)
         self._ints: dict[str, int] = {
-            "world_size": dist.get_world_size(ddp.process_group),
-            "rank": dist.get_rank(ddp.process_group),
+            "world_size": group.size(),
+            "rank": group.rank(),
             "num_parameter_tensors": sum(len(bucket.names) for bucket in buckets),
             "total_parameter_size_bytes": sum(p.nbytes for p in trained),
             "bucket_cap_bytes": ddp.bucket_bytes_cap,

@@ -16,6 +16,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from .. import _C
 from . import transport as transports
 from .consistency import title_of
+from .gather import is_foreign
 from .hang_reports import HangReporter, waiting
 from .tag_board import show_collectives
 
@@ -151,13 +152,14 @@ class Reducer(_C.Reducer):
 
     def _report_hangs(self, comm: _C.Comm) -> None:
         self.hang_reporter: HangReporter | None = None
-        if self._report_hang_after > 0 and dist.get_world_size(self._process_group) > 1:
+        group = self._process_group
+        if self._report_hang_after > 0 and group.size() > 1 and not is_foreign(group):
             device = self._params[0].device
             # On the CPU, and over our own communicator, a collective with a rank that has ended fails by itself.
             hangs = device.type != "cpu" and comm.name == "torch"
             self.hang_reporter = HangReporter(
                 self.progress(),
-                self._process_group,
+                group,
                 self._modules,
                 self._report_hang_after,
                 self._wrapper,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .gather import cpu_backend, gather_bytes, on_device
+from .gather import cpu_backend, gather_bytes, is_foreign, on_device
 from .transport import group_beside, group_timeout, host_digest, rank_name
 
 CONNECT_WITHIN = timedelta(seconds=60)  # between hosts, whose process group has connected them over NCCL only
@@ -23,7 +23,7 @@ def show_collectives(comm: _C.Comm, group: dist.ProcessGroup, device: torch.devi
     boards = _boards.setdefault(group, {})
     if device not in boards:
         with on_device(device):
-            boards[device] = make_board(group) if dist.get_world_size(group) > 1 else None
+            boards[device] = make_board(group) if group.size() > 1 and not is_foreign(group) else None
     comm.set_board(boards[device])
 
 

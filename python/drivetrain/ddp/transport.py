@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import itertools
 import os
 import uuid
 import warnings
@@ -14,9 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from .. import _C, processes
-from .gather import cpu_backend, gather_bytes, gather_objects, on_device
+from .gather import backend_for, cpu_backend, gather_bytes, gather_objects, is_foreign, on_device, ranks_of
 
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
@@ -25,6 +27,8 @@ VARIABLE = "DRIVETRAIN_TRANSPORT"
 # tensors must go in one order.
 _wire_comms: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, _C.Comm]] = WeakKeyDictionary()
 _returning_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+_names = itertools.count(1)
 
 _WIRE_DTYPES = (None, torch.bfloat16, torch.float8_e5m2)
 _UNFIT_WIRE_DTYPES = {
@@ -75,7 +79,7 @@ def refuse_wire_dtype(wire_dtype: torch.dtype | None, what: str) -> None:
 
 def rank_name(rank: int, group: dist.ProcessGroup | None) -> str:
     """Returns a rank's name in errors: its number in the job, and its number in the group where that differs."""
-    everywhere = dist.get_global_rank(group, rank) if group is not None else rank
+    everywhere = ranks_of(group)[rank] if group is not None else rank
     return f"rank {rank}" if everywhere == rank else f"rank {everywhere} (rank {rank} of its group)"
 
 
@@ -109,7 +113,7 @@ def make_comm(
     hosts, why_not = _find_hosts(choice, group, device, wire_dtype)
     over_group = _wire_comm(group, device, wire_dtype) if wire_dtype else _comm_over(group, device)
     if not hosts:
-        if choice == "shm" and why_not and dist.get_rank(group) == 0:
+        if choice == "shm" and why_not and group.rank() == 0:
             _warn(why_not)
         return over_group
     over_leaders = None
@@ -143,6 +147,8 @@ def nccl_package() -> str:
 
 def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
     why_not, library = "", nccl_package()
+    if is_foreign(group):
+        raise RuntimeError("transport 'nccl' cannot be used: process_group is not one of torch.distributed's.")
     if device.type != "cuda":
         why_not = f"the parameters are on {device}, expected a CUDA device ('shm' and 'torch' are for the CPU)"
     else:
@@ -167,7 +173,7 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
 
 def warn_of_fallback(comm: _C.Comm, group: dist.ProcessGroup) -> None:
     """Warns on rank 0 if gradients do not lie in the transport's own memory, once all memory is allocated."""
-    if not comm.why_not or dist.get_rank(group) != 0:
+    if not comm.why_not or group.rank() != 0:
         return
     if not comm.name.startswith("nccl"):
         _warn(comm.why_not)
@@ -337,8 +343,13 @@ def _comm_over(
     wire_dtype: torch.dtype | None = None,
 ) -> _C.Comm:
     """Makes a transport over the process group. With a wire_dtype it rounds, and its sums return in the other group."""
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     if wire_dtype is None:
-        return _C.torch_comm(process_group=group.group_name, device=str(device), ranks=ranks)
+        name: Any = f"drivetrain/{next(_names)}"  # a script's own group may have none, or one that is not registered
+        _register_process_group(name, group)
+        try:
+            return _C.torch_comm(process_group=name, backend=backend_for(group, device) or "", ranks=ranks)
+        finally:
+            _unregister_process_group(name)
     assert returning is not None
     return _C.wire_comm(group.group_name, returning.group_name, wire_dtype, ranks)

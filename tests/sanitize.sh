@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the package's tests under the address and undefined-behavior sanitizers, and the torch-free native tests under the
-# thread sanitizer too. Usage: tests/sanitize.sh PYTHON [pytest arguments]. Each sanitizer takes a few minutes.
+# Runs the package's tests under the address and undefined-behavior sanitizers, and the torch-free native tests and those
+# of the bindings under the thread sanitizer too. Usage: tests/sanitize.sh PYTHON [pytest arguments]. Each sanitizer takes
+# a few minutes.
 set -euo pipefail
 python=$1
 shift
@@ -12,8 +13,10 @@ site=$("$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
 WHOLE=1 "$python" -m pytest tests/package/test_native.py
 
-declare -A runtime=([address]=libasan.so [undefined]=libubsan.so)
-for sanitizer in address undefined; do
+declare -A runtime=([address]=libasan.so [undefined]=libubsan.so [thread]=libtsan.so)
+for sanitizer in address undefined thread; do
+  # The thread sanitizer sees Python's lock, but not how torch's own threads wait for each other.
+  [ $sanitizer != thread ] || tests=(tests/package/test_bindings.py)
   folder=build/sanitize-$sanitizer
   rm -rf "$folder/site"
   echo "== building with -fsanitize=$sanitizer"
@@ -24,6 +27,6 @@ for sanitizer in address undefined; do
   # Leaks of Python and torch are not checked. Python links neither the sanitizer's runtime nor libstdc++, so both are
   # preloaded: without libstdc++ the runtime could not forward a thrown exception.
   LD_PRELOAD="$(g++ -print-file-name="${runtime[$sanitizer]}") $(g++ -print-file-name=libstdc++.so.6)" \
-  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=exitcode=66 \
   PYTHONPATH="$folder/site:$site" "$python" -S -m pytest "${tests[@]}"
 done

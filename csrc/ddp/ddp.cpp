@@ -29,14 +29,15 @@ namespace {
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
                                       std::shared_ptr<Comm> comm, std::vector<int64_t> bucket_caps,
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
-                                      int64_t check_replicas_every,
-                                      std::vector<std::pair<std::string, at::Tensor>> frozen, bool shares_norm,
+                                      int64_t check_replicas_every, NamedTensors frozen, bool shares_norm,
                                       bool plan_from_measurement, std::string wrapper, bool gradients_stay_views) {
   const py::gil_scoped_release no_gil;
-  return Reducer::make(
+  std::shared_ptr<Reducer> reducer = Reducer::make(
       std::move(params), std::move(names), std::move(comm),
       {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every,
-       std::move(frozen), shares_norm, plan_from_measurement, std::move(wrapper), gradients_stay_views});
+       shares_norm, plan_from_measurement, std::move(wrapper), gradients_stay_views});
+  reducer->with_parts([&](ReducerParts& parts) { parts.frozen = std::move(frozen); });
+  return reducer;
 }
 
 // torch's own class gives Python's hooks a real dist.GradBucket.
@@ -46,29 +47,35 @@ void set_python_hook(Reducer& reducer, py::object state, py::object hook, std::v
   reducer.with_parts([&](ReducerParts& parts) { set_hook(parts, std::move(native), std::move(first_caps)); });
 }
 
-void set_are_held(Reducer& reducer, py::function are_held) {
-  const auto call = [held = hold(std::move(are_held))](const std::vector<at::Tensor>& tensors) {
+// Returns the Python function as one for native code, which calls it without the GIL.
+template <class Result, class... Args>
+std::function<Result(Args...)> native_call(py::function function) {
+  return [held = hold(std::move(function))](Args... args) {
     const py::gil_scoped_acquire gil;
-    return (*held)(tensors).cast<bool>();
+    return (*held)(args...).template cast<Result>();
   };
+}
+
+void set_are_held(Reducer& reducer, py::function are_held) {
+  const auto call = native_call<bool, const std::vector<at::Tensor>&>(std::move(are_held));
   const py::gil_scoped_release no_gil;
   reducer.with_parts([&](ReducerParts& parts) { parts.buffer.settings.are_held = call; });
 }
 
 void set_ended_ranks(Reducer& reducer, py::function ended_ranks) {
-  const auto call = [held = hold(std::move(ended_ranks))] {
-    const py::gil_scoped_acquire gil;
-    return (*held)().cast<std::string>();
-  };
+  const auto call = native_call<std::string>(std::move(ended_ranks));
   const py::gil_scoped_release no_gil;
   reducer.with_parts([&](ReducerParts& parts) { parts.collectives.set_ended_ranks(call); });
 }
 
+void set_connect(Reducer& reducer, py::function connect) {
+  const auto call = native_call<std::string>(std::move(connect));
+  const py::gil_scoped_release no_gil;
+  reducer.with_parts([&](ReducerParts& parts) { parts.connect = call; });
+}
+
 void set_on_moved(Reducer& reducer, py::function on_moved) {
-  const auto call = [held = hold(std::move(on_moved))](const std::vector<at::Tensor>& views) {
-    const py::gil_scoped_acquire gil;
-    (*held)(views);
-  };
+  const auto call = native_call<void, const std::vector<at::Tensor>&>(std::move(on_moved));
   const py::gil_scoped_release no_gil;
   reducer.with_parts([&](ReducerParts& parts) { parts.buffer.settings.on_moved = call; });
 }
@@ -76,10 +83,7 @@ void set_on_moved(Reducer& reducer, py::function on_moved) {
 void set_on_reduced(Reducer& reducer, std::optional<py::function> on_reduced) {
   std::function<void(const std::vector<size_t>&, bool)> call;
   if (on_reduced) {
-    call = [held = hold(std::move(*on_reduced))](const std::vector<size_t>& params, bool is_last) {
-      const py::gil_scoped_acquire gil;
-      (*held)(params, is_last);
-    };
+    call = native_call<void, const std::vector<size_t>&, bool>(std::move(*on_reduced));
   }
   const py::gil_scoped_release no_gil;
   reducer.with_parts([&](ReducerParts& parts) { parts.set_on_reduced(std::move(call)); });
@@ -114,10 +118,7 @@ void set_kept(Reducer& reducer, const std::vector<PlainRanges>& kept) {
 
 // Tells how to take parts of earlier reduced gradients out of `.grad`. Their owner also divides weighted sums.
 void set_put_aside(Reducer& reducer, py::function put_aside) {
-  const auto call = [held = hold(std::move(put_aside))] {
-    const py::gil_scoped_acquire gil;
-    (*held)();
-  };
+  const auto call = native_call<void>(std::move(put_aside));
   const py::gil_scoped_release no_gil;
   reducer.with_parts([&](ReducerParts& parts) {
     parts.put_aside = call;
@@ -133,10 +134,7 @@ std::variant<std::pair<double, double>, at::Tensor> weighted_total(ReducerParts&
 }
 
 void add_end_callback(Reducer& reducer, py::function callback) {
-  const auto call = [held = hold(std::move(callback))] {
-    const py::gil_scoped_acquire gil;
-    (*held)();
-  };
+  const auto call = native_call<void>(std::move(callback));
   const py::gil_scoped_release no_gil;
   reducer.with_parts([&](ReducerParts& parts) { parts.end_callbacks.push_back(call); });
 }
@@ -327,6 +325,7 @@ void register_reducer(py::module_& m) {
       .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"), py::arg("first_caps"))
       .def("set_comm", with_parts(+[](Parts& parts, std::shared_ptr<Comm> comm) { parts.set_comm(std::move(comm)); }),
            py::arg("comm"), no_gil())
+      .def("set_connect", &set_connect, py::arg("connect"))
       .def("set_are_held", &set_are_held, py::arg("are_held"))
       .def("set_ended_ranks", &set_ended_ranks, py::arg("ended_ranks"))
       .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
@@ -395,7 +394,10 @@ void register_ddp(py::module_& m) {
       .def_property_readonly("address", [](const ShmSegment& segment) { return address_bytes(segment.address()); })
       .def_property_readonly_static("no_address", [](const py::object&) { return address_bytes({}); });
   py::class_<TagBoard, std::shared_ptr<TagBoard>>(m, "TagBoard")
-      .def_property_readonly("has_all_ranks", &TagBoard::has_all_ranks);
+      .def_property_readonly("has_all_ranks", &TagBoard::has_all_ranks)
+      .def(
+          "show_connection", [](TagBoard& board) { board.show({.purpose = Purpose::kConnection, .step = 1}); },
+          no_gil());
   m.def("tag_line", [] { return std::make_shared<ShmSegment>(ShmSegment::create(TagBoard::line_bytes())); }, no_gil());
   m.def("tag_board", &make_tag_board, py::arg("own"), py::arg("addresses"), py::arg("rank"), py::arg("ranks"),
         py::arg("rank_names"), py::arg("between"), py::arg("hosts"), py::arg("timeout_s"), no_gil());

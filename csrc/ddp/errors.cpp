@@ -41,14 +41,13 @@ void check_hooked(const Parameter& param) {
            ".data of another type. Its gradient would no longer be reduced: convert the module before wrapping it."));
 }
 
-void check_frozen(const std::vector<std::pair<std::string, at::Tensor>>& frozen) {
+std::vector<std::string> take_unfrozen(NamedTensors& frozen) {
+  std::vector<std::string> names;
   for (const auto& [name, tensor] : frozen) {
-    if (!tensor.requires_grad()) continue;
-    throw EnvironmentError(
-        text("parameter '", name,
-             "' was frozen when DistributedDataParallel wrapped the module and requires a gradient now, which would "
-             "not be reduced. Set requires_grad before wrapping, or wrap the module again after unfreezing."));
+    if (tensor.requires_grad()) names.push_back(name);
   }
+  if (!names.empty()) std::erase_if(frozen, [](const auto& named) { return named.second.requires_grad(); });
+  return names;
 }
 
 void check_gradient(const Parameter& param, const at::Tensor& grad, at::ScalarType expected) {

@@ -48,8 +48,9 @@ class LastError {
 // old one, so that nothing would be reduced.
 void check_hooked(const Parameter& param);
 
-// Throws if one of these parameters, frozen when the module was wrapped, requires a gradient now.
-void check_frozen(const std::vector<std::pair<std::string, at::Tensor>>& frozen);
+// Removes the parameters that require a gradient now, and returns their names.
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+std::vector<std::string> take_unfrozen(NamedTensors& frozen);
 
 // Throws unless the gradient has the parameter's shape and device, this dtype, and the expected layout.
 void check_gradient(const Parameter& param, const at::Tensor& grad, at::ScalarType expected);

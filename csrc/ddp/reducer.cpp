@@ -132,15 +132,16 @@ void Reducer::prepare_for_forward() {
   parts_.collectives.move_to(Progress::kForward);
 }
 
-void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+std::vector<std::string> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<std::string> unfrozen;
   parts_.errors.note([&] {
     if (parts_.phase == StepPhase::kRunning) parts_.end_interrupted_step();
     parts_.weights.check_late();
     if (!parts_.buffer.settings.low_precision.has_value()) {
       for (const Parameter& param : parts_.params) check_hooked(param);
     }
-    check_frozen(parts_.options.frozen);
+    unfrozen = take_unfrozen(parts_.frozen);
     parts_.reset();
     parts_.has_begun = true;
     ++parts_.forwards;
@@ -149,6 +150,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
     parts_.phase = StepPhase::kPrepared;
     parts_.collectives.move_to(Progress::kBackward);
   });
+  return unfrozen;
 }
 
 void Reducer::announce(const std::vector<at::Tensor>& outputs) {

@@ -57,8 +57,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Begins a forward whose backward will synchronize.
   void prepare_for_forward();
   // Ends that forward. outputs: its tensors, by which unused parameters are found. Throws if the step before was left
-  // incomplete, and names the parameters that got no gradient.
-  void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  // incomplete, and names the parameters that got no gradient. Returns the names of frozen parameters that require a
+  // gradient now, once each.
+  std::vector<std::string> prepare_for_backward(const std::vector<at::Tensor>& outputs);
   // Marks the outputs of any forward that records a graph, as the script gets them. Ranks must announce theirs
   // together.
   void announce(const std::vector<at::Tensor>& outputs);

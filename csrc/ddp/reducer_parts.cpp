@@ -106,12 +106,19 @@ void ReducerParts::set_mixed_precision(at::ScalarType dtype) {
 }
 
 void ReducerParts::set_comm(std::shared_ptr<Comm> comm) {
-  reset();
+  const at::NoGradGuard no_grad_tracking;
+  std::vector<at::Tensor> kept(params.size());
+  if (!connect) {
+    reset();
+  } else if (buffer.settings.on_moved) {
+    kept = buffer.copy_kept_gradients();  // others stay where they are until they come again: the script may hold them
+  }
   collectives.set_comm(std::move(comm));  // the first step of the new group is measured again
   buffer.free();
   planner.start_over();
   queue.reset();
-  buffer.tell_moved();
+  buffer.put_back(kept);
+  connect = {};
 }
 
 // ---- The step as a whole.
@@ -215,6 +222,12 @@ void ReducerParts::check_finalized() {
 }
 
 void ReducerParts::rebuild_buckets() {
+  if (const auto call = connect) {  // set_comm() drops it
+    if (const std::string why_not = call(); !why_not.empty()) {
+      forget_step();
+      throw EnvironmentError(why_not);
+    }
+  }
   if (planner.rebuild(used.may_change(), queue.has_hook())) queue.reset();
 }
 

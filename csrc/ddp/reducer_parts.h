@@ -34,11 +34,10 @@ namespace drivetrain::ddp {
 struct ReducerOptions {
   std::vector<int64_t> bucket_caps;  // bytes, in the expected order of buckets; the last repeats
   bool find_unused_parameters = false;
-  bool skip_unused_buckets = false;  // those whose parameters are all unused; every rank must leave out the same ones
-  std::vector<bool> sparse;          // per parameter: it gets sparse gradients
-  int64_t check_replicas_every = 0;  // synchronized steps between two comparisons of the parameters; 0: never
-  std::vector<std::pair<std::string, at::Tensor>> frozen;  // the module's other parameters; must not need gradients
-  bool shares_norm = false;                                // optimizers may use the norm that a reduction finds
+  bool skip_unused_buckets = false;    // those whose parameters are all unused; every rank must leave out the same ones
+  std::vector<bool> sparse;            // per parameter: it gets sparse gradients
+  int64_t check_replicas_every = 0;    // synchronized steps between two comparisons of the parameters; 0: never
+  bool shares_norm = false;            // optimizers may use the norm that a reduction finds
   bool plan_from_measurement = false;  // only on one device, without sparse gradients, and the same on every rank
   std::string wrapper;                 // names the wrapper in messages of processes that have several
   bool gradients_stay_views = false;   // tensors kept over a `.grad` show the parameter's next gradient, too
@@ -85,6 +84,7 @@ struct ReducerParts {
   const std::shared_ptr<grad::ReducedNorm> norm;  // null: not shared
 
   StepPhase phase = StepPhase::kIdle;
+  NamedTensors frozen;  // the module's other parameters, as long as they require no gradient
   AnnouncedBackward announced;
   BackwardKind kind = BackwardKind::kPrepared;  // of the step under way
   int forwards = 0;                             // prepared since the last synchronized backward
@@ -92,6 +92,9 @@ struct ReducerParts {
   bool has_begun = false;                       // a synchronized forward or backward has begun
   bool optimizer_in_backward = false;  // the communication hook steps parameters, and keeps or drops their gradients
   std::vector<std::function<void()>> end_callbacks;
+  // Makes the transport and passes it to set_comm() before this rank's first collective, or returns why it
+  // cannot. Null: the transport is there.
+  std::function<std::string()> connect;
   // Takes parts of earlier reduced gradients out of `.grad`, which on_reduced has put there; null: there are none.
   std::function<void()> put_aside;
   std::shared_ptr<c10::Event> device_end;  // of the last step, for Progress; null on the CPU
@@ -105,7 +108,7 @@ struct ReducerParts {
   void set_static_graph();
   // Gives the gradients this dtype. They then come through Reducer::on_gradient().
   void set_mixed_precision(at::ScalarType dtype);
-  // Reduces over another set of ranks from the next step on.
+  // Reduces over another set of ranks from the next step on, or over those that connect() has met from this one on.
   void set_comm(std::shared_ptr<Comm> comm);
 
   // ---- The step as a whole.
@@ -133,6 +136,7 @@ struct ReducerParts {
   void reset_state();
   // Throws if a synchronized backward has begun and not ended.
   void check_finalized();
+  // Calls connect(), if it is set, and rebuilds the buckets, if that is due.
   void rebuild_buckets();
   // Throws if the watchdog has found that the step under way cannot end.
   void check_given_up();

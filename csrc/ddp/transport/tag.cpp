@@ -62,6 +62,8 @@ std::string describe(const Tag& tag) {
     case Purpose::kChange:
       return text("the comparison of parameter ", tag.bucket,
                   ", which a hook changed during backward to values of checksum ", tag.step, ",");
+    case Purpose::kConnection:
+      return "the first backward of a copied wrapper, or of one with init_sync=False";
   }
   return "an unknown purpose";
 }

@@ -20,7 +20,8 @@ enum class Purpose : uint8_t {
   kUnpreparedBucket,  // of a backward that no forward has prepared, such as a second one over its outputs
   kUnpreparedHook,
   kGradientCheck,
-  kChange  // no collective: a parameter that a hook changed during backward, with its checksum in place of the step
+  kChange,     // no collective: a parameter that a hook changed during backward, with its checksum in place of the step
+  kConnection  // of a wrapper that did not communicate when it was made
 };
 
 // Identifies a collective within a job. Ranks give the parts of one collective the same tag.

@@ -33,7 +33,6 @@ from .groups import ReducesOverGroups, left_out, parts_of
 from .logger import Logger
 from .reducer import Reducer, announce
 from .stragglers import delays_of
-from .tag_board import show_collectives
 
 __all__ = ["DistributedDataParallel", "checked_weight", "defaults"]
 
@@ -199,6 +198,7 @@ class DistributedDataParallel(ReducesOverGroups):
                 group = device_mesh.get_group() if device_mesh is not None and device_mesh.ndim == 1 else process_group
                 sizes = check_same_on_all_ranks(trained_parameters(module), arguments, group)
                 changed |= {name: size for name, size in sizes.items() if size != given[name]}
+            self._connects_now = init_sync or shard is not None
             super().__init__(**{name: value for name, value in changed.items() if name in TORCH_ARGUMENTS})
         if self._use_python_reducer:  # torch's own Python hooks reduce, compiled into backward
             transports.refuse_wire_dtype(self._wire_dtype, "torch._dynamo.config.optimize_ddp = 'python_reducer'")
@@ -374,13 +374,11 @@ class DistributedDataParallel(ReducesOverGroups):
         takes_turns = "with shard='gradients' buckets take turns in memory" if sharding.keeps_rows(self) else ""
         self._why_not_planned = small or takes_turns or obstacle_to_planning(self, parameters, expect_sparse_gradient)
         wire_dtype = self.__dict__.get("_wire_dtype")
-        comm = transports.make_comm(self._transport, self.process_group, parameters[0].device, wire_dtype)
-        show_collectives(comm, self.process_group, parameters[0].device)
         self.reducer = Reducer(
             params=parameters,
             names=names,
             process_group=self.process_group,
-            comm=comm,
+            is_connected=self.__dict__.pop("_connects_now", False),
             transport=self._transport,
             wire_dtype=wire_dtype,
             bucket_caps=caps,
@@ -403,8 +401,8 @@ class DistributedDataParallel(ReducesOverGroups):
                 "main_grads() does not go together with mixed_precision: both say in which dtype gradients are kept. "
                 "Leave one of the two out."
             )
-        transports.warn_of_fallback(comm, self.process_group)
-        self.logger = Logger(self, names, comm.name, static_graph)
+        transports.warn_of_fallback(self.reducer.comm, self.process_group)
+        self.logger = Logger(self, names, static_graph)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:

@@ -111,6 +111,7 @@ class HangReporter:
         limit_s: Seconds after which a wait is reported.
         wrapper: Names the wrapper in messages of processes that have several.
         device: A device whose streams wait for other ranks while the host goes on. None: the host itself waits.
+        thread: The thread that trains, which is usually the one that builds the model.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class HangReporter:
         modules: Sequence[tuple[str, nn.Module]],
         limit_s: float,
         wrapper: str,
-        device: torch.device | None = None,
+        device: torch.device | None,
+        thread: int,
     ) -> None:
         self._wrapper = wrapper
         self._progress = progress
@@ -128,7 +130,7 @@ class HangReporter:
         self._block = control_block_of(group, self.beat_s)
         self._group = weakref.ref(group)
         self._device = device
-        self._thread = threading.get_ident()  # the thread that builds a model trains it
+        self._thread = thread
         self._modules: _Modules = {id(module): (weakref.ref(module), name) for name, module in modules}
         self._beats = 0
         self._has_failed = False

@@ -42,7 +42,7 @@ class Logger:
     to the last one's end.
     """
 
-    def __init__(self, ddp: "DistributedDataParallel", names: list[str], transport: str, static_graph: bool) -> None:
+    def __init__(self, ddp: "DistributedDataParallel", names: list[str], static_graph: bool) -> None:
         self._reducer = ddp.reducer
         self._steps = 0
         self._samples = 0
@@ -69,7 +69,6 @@ class Logger:
         self._strs: dict[str, str] = {
             "module_name": type(ddp.module).__name__,
             "backend_name": backend,
-            "transport": transport,
             "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in trained})),
             "device_ids": ", ".join(map(str, ddp.device_ids or ())),
             "bucket_sizes": ", ".join(str(bucket.bytes) for bucket in buckets),
@@ -130,7 +129,7 @@ class Logger:
         self._ints["join_uneven_inputs"] = 1
 
     def _get_ddp_logging_data(self) -> Any:
-        strs, ints = dict(self._strs), dict(self._ints)
+        strs, ints = self._strs | {"transport": self._reducer.comm.name}, dict(self._ints)
         if error := self._reducer.last_error():
             strs["error"] = error
             ints["has_error"] = 1

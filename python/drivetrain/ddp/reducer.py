@@ -3,6 +3,8 @@
 import functools
 import itertools
 import sys
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from . import transport as transports
 from .consistency import title_of
 from .gather import is_foreign
 from .hang_reports import HangReporter, waiting
-from .tag_board import show_collectives
+from .tag_board import show_collectives, show_connection
 
 # Numbers this process's wrappers from 1. Ranks that wrap the same models in the same order give the same numbers.
 _wrappers = itertools.count(1)
@@ -44,6 +46,21 @@ def _tell(of: "weakref.ref[Reducer]", indices: list[int], is_last: bool) -> None
         reducer.tell(indices, is_last)
 
 
+def _connect(of: "weakref.ref[Reducer]") -> str:
+    """Connects a wrapper in its first backward. Returns "", or why this has failed."""
+    reducer = of()
+    assert reducer is not None  # it calls
+    try:
+        reducer.connect()
+    except Exception as error:
+        return (
+            "drivetrain: a copied or loaded DistributedDataParallel, or one with init_sync=False, first communicates "
+            "in its first backward. This one has waited there for every other rank to run a backward through its own, "
+            f"and has failed: {error}"
+        )
+    return ""
+
+
 class Reducer(_C.Reducer):
     """Takes the place of a `dist.Reducer` in torch's wrapper; csrc/ddp/reducer.h describes it.
 
@@ -51,8 +68,9 @@ class Reducer(_C.Reducer):
         params: The parameters that require a gradient, in registration order.
         names: Their names, for messages.
         process_group: The ranks to reduce over.
-        comm: The transport that carries gradients between them.
-        transport: The requested transport, for a later process group.
+        is_connected: Communicates now, to make the transport that carries gradients between them. False: it does so
+            when the first gradient comes that is to be reduced.
+        transport: The requested transport.
         wire_dtype: Likewise.
         bucket_caps: Bytes per bucket, in the expected order of buckets; the last repeats.
         sparse: Per parameter, True if its gradients are sparse.
@@ -60,7 +78,7 @@ class Reducer(_C.Reducer):
         skip_unused_buckets: Does not reduce buckets whose parameters are all unused. The caller promises that every
             rank leaves out the same ones.
         check_replicas_every: Synchronized steps between two comparisons of the ranks' parameters; 0: never.
-        frozen: The module's other parameters with their names. One that requires a gradient later raises.
+        frozen: The module's other parameters with their names. One that requires a gradient later causes a warning.
         modules: All modules with their names, for messages.
         report_hang_after: Seconds after which a wait for other ranks is reported; 0: never.
         shares_norm: Sums the squares of gradients in the reduction once an optimizer asks for their norm.
@@ -75,7 +93,7 @@ class Reducer(_C.Reducer):
         params: Sequence[nn.Parameter],
         names: Sequence[str],
         process_group: dist.ProcessGroup,
-        comm: _C.Comm,
+        is_connected: bool,
         transport: str,
         wire_dtype: torch.dtype | None,
         bucket_caps: Sequence[int],
@@ -90,7 +108,14 @@ class Reducer(_C.Reducer):
         gradients_stay_views: bool,
         plan_from_measurement: bool,
     ) -> None:
-        self._wrapper = f"DistributedDataParallel {next(_wrappers)} ({title_of(modules[0][1])})"
+        # Ranks do not make the others together, so that these have no number.
+        number = f" {next(_wrappers)}" if is_connected else ""
+        self._wrapper = f"DistributedDataParallel{number} ({title_of(modules[0][1])})"
+        device = params[0].device
+        make = functools.partial(transports.make_comm, transport) if is_connected else transports.unconnected_comm
+        comm = make(process_group, device, wire_dtype)
+        if is_connected:
+            show_collectives(comm, process_group, device)
         super().__init__(
             params=params,
             names=names,
@@ -119,7 +144,13 @@ class Reducer(_C.Reducer):
         self._wire_dtype = wire_dtype
         self._modules = modules
         self._report_hang_after = report_hang_after
-        self._report_hangs(comm)
+        self._is_connected = is_connected
+        self._thread = threading.get_ident()
+        self.hang_reporter: HangReporter | None = None
+        if is_connected:
+            self._report_hangs(comm)
+        else:
+            self.set_connect(functools.partial(_connect, weakref.ref(self)))
 
     def add_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
         """Calls `call(params, is_last)` for each bucket once the `.grad` of its parameters are reduced.
@@ -150,8 +181,31 @@ class Reducer(_C.Reducer):
         """Returns the reduced parameters with their names."""
         return list(zip(self._names, self._params, strict=True))
 
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Ends a forward whose backward will synchronize, and warns of parameters that require a gradient since."""
+        unfrozen = super().prepare_for_backward(outputs)
+        if unfrozen and dist.get_world_size(self._process_group) > 1:
+            warnings.warn(
+                f"drivetrain: {', '.join(map(repr, unfrozen))} required no gradient when DistributedDataParallel "
+                "wrapped the module, and does now. As under torch, each rank keeps its own gradient of it, so that the "
+                "replicas will differ. Wrap the module again to reduce it.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def connect(self) -> None:
+        """Makes the transport of a wrapper that did not communicate when it was made. Every rank must call it."""
+        group, device = self._process_group, self._params[0].device
+        show_connection(group, device)
+        comm = transports.make_comm(self._transport, group, device, self._wire_dtype)
+        show_collectives(comm, group, device)
+        self.set_comm(comm)
+        self.comm, self._is_connected = comm, True
+        self._report_hangs(comm)
+        transports.warn_of_fallback(comm, group)
+
     def _report_hangs(self, comm: _C.Comm) -> None:
-        self.hang_reporter: HangReporter | None = None
+        self.hang_reporter = None
         group = self._process_group
         if self._report_hang_after > 0 and group.size() > 1 and not is_foreign(group):
             device = self._params[0].device
@@ -164,6 +218,7 @@ class Reducer(_C.Reducer):
                 self._report_hang_after,
                 self._wrapper,
                 device if hangs else None,
+                self._thread,
             )
         self.set_ended_ranks(self.hang_reporter.ended_ranks if self.hang_reporter else str)
 
@@ -179,6 +234,8 @@ class Reducer(_C.Reducer):
                 "Save a checkpoint, and construct a new wrapper."
             )
         self._process_group = process_group
+        if not self._is_connected:
+            return
         device = self._params[0].device
         comm = transports.make_comm(self._transport, process_group, device, self._wire_dtype)
         show_collectives(comm, process_group, device)

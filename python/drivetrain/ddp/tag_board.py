@@ -27,6 +27,16 @@ def show_collectives(comm: _C.Comm, group: dist.ProcessGroup, device: torch.devi
     comm.set_board(boards[device])
 
 
+def show_connection(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Shows the other ranks that a wrapper connects, on the board that earlier wrappers have made, if there is one.
+
+    Raises:
+        RuntimeError: Another rank has shown another collective in its place.
+    """
+    if (board := _boards.get(group, {}).get(device)) is not None:
+        board.show_connection()
+
+
 def make_board(group: dist.ProcessGroup, host: bytes | None = None) -> _C.TagBoard | None:
     """Makes a board of the group's ranks; None if memory cannot be shared. Every rank of the group must call it.
 

@@ -97,15 +97,10 @@ def make_comm(
     Raises:
         RuntimeError: The ranks ask for different transports, or a rank cannot use the requested "nccl". Every rank
             raises it.
-        NotImplementedError: wire_dtype is given, and the parameters are not on the CPU or the group is not gloo there.
+        NotImplementedError: As `refuse_wire`.
     """
+    refuse_wire(group, device, wire_dtype)
     size = dist.get_world_size(group)
-    if wire_dtype is not None and (device.type != "cpu" or cpu_backend(group) != "gloo"):
-        raise NotImplementedError(
-            f"wire_dtype is {wire_dtype}, the parameters are on {device} and the process group's backend for the CPU "
-            f"is {cpu_backend(group)!r}. drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
-            "Leave it out, or, over NCCL, register torch's bf16_compress_hook, which also sums in bfloat16."
-        )
     if choice == "nccl":
         return _nccl_comm(group, device)
     if size == 1:
@@ -132,6 +127,26 @@ def make_comm(
         timeout_s=group_timeout(group, device).total_seconds(),
         ranks=dist.get_process_group_ranks(group),
     )
+
+
+def unconnected_comm(group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None = None) -> _C.Comm:
+    """Makes a transport without any communication, for a wrapper whose ranks meet later, in `make_comm`.
+
+    Raises:
+        NotImplementedError: As `refuse_wire`.
+    """
+    refuse_wire(group, device, wire_dtype)
+    return _comm_over(group, device)
+
+
+def refuse_wire(group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None) -> None:
+    """Raises NotImplementedError if there is a wire_dtype for parameters on a device, or over a group without gloo."""
+    if wire_dtype is not None and (device.type != "cpu" or cpu_backend(group) != "gloo"):
+        raise NotImplementedError(
+            f"wire_dtype is {wire_dtype}, the parameters are on {device} and the process group's backend for the CPU "
+            f"is {cpu_backend(group)!r}. drivetrain supports wire_dtype for parameters on the CPU over 'gloo' only. "
+            "Leave it out, or, over NCCL, register torch's bf16_compress_hook, which also sums in bfloat16."
+        )
 
 
 def nccl_package() -> str:

@@ -181,8 +181,8 @@ class Reducer(_C.Reducer):
         """Returns the reduced parameters with their names."""
         return list(zip(self._names, self._params, strict=True))
 
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Ends a forward whose backward will synchronize, and warns of parameters that require a gradient since."""
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[str]:
+        """Ends a forward whose backward will synchronize. Returns parameters unfrozen since, of which it warns."""
         unfrozen = super().prepare_for_backward(outputs)
         if unfrozen and dist.get_world_size(self._process_group) > 1:
             warnings.warn(
@@ -192,6 +192,7 @@ class Reducer(_C.Reducer):
                 RuntimeWarning,
                 stacklevel=2,
             )
+        return unfrozen
 
     def connect(self) -> None:
         """Makes the transport of a wrapper that did not communicate when it was made. Every rank must call it."""

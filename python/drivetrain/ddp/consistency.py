@@ -69,8 +69,9 @@ def check_same_on_all_ranks(
     arguments: dict[str, object],
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
-    """Compares parameters and arguments over ranks. As under torch, ranks may give their parameters other names. A foreign group
-    is left to torch's own comparison.
+    """Compares parameters and arguments over ranks. As under torch, ranks may give their parameters other names.
+
+    A foreign group is left to torch's own comparison.
 
     Returns:
         The arguments for bucket sizes: rank 0's, if the ranks' differ.

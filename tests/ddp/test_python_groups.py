@@ -52,8 +52,7 @@ def native_work(result: Any) -> Any:
     return _create_work_from_future(future)
 
 
-WORKS: list[Callable[[Any], Any]] = [native_work, FutureWork, WaitsWithTimeout]
-COPIES_ONLY = [WaitsWithoutTimeout]  # torch's own broadcasts pass a timeout
+WORKS: list[Callable[[Any], Any]] = [native_work, FutureWork, WaitsWithTimeout, WaitsWithoutTimeout]
 
 
 class PythonGroup(dist.ProcessGroup):
@@ -61,7 +60,7 @@ class PythonGroup(dist.ProcessGroup):
 
     Args:
         inner: The group that communicates; None: there is one rank.
-        work: Makes the works that it returns.
+        work: Makes the works of its sums.
         in_place: Leaves sums in the caller's tensors; else only the futures hold them.
     """
 
@@ -89,13 +88,17 @@ class PythonGroup(dist.ProcessGroup):
             outputs[0][0].copy_(inputs[0])
         else:
             self.inner.allgather(outputs, inputs).wait()
-        return self.work(outputs)
+        return self.waitable(outputs)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
         self.calls.append("broadcast")
         if self.inner is not None:
             self.inner.broadcast(tensors, options).wait()
-        return self.work(tensors)
+        return self.waitable(tensors)
+
+    def waitable(self, result: Any) -> Any:
+        """Returns a work for what torch's class waits for with a timeout. Of sums it takes the future only."""
+        return (self.work if self.work is WaitsWithTimeout else native_work)(result)
 
 
 def train(wrapper: type, group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -114,47 +117,29 @@ def train(wrapper: type, group: dist.ProcessGroup, options: dict[str, Any]) -> d
     return module.state_dict()
 
 
-def compare(make_group: Callable[[], Any], options: dict[str, Any]) -> list[Any]:
-    """Trains with both classes. Returns our group, for what was called on it."""
-    groups = [make_group(), make_group()]
-    theirs, ours = train(TorchDDP, groups[0], options), train(DistributedDataParallel, groups[1], options)
-    for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, rtol=0, atol=0, msg=f"{name} with {options}")
-    return groups
+def compare(expected: dict[str, Tensor], found: dict[str, Tensor], options: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{name} with {options}")
 
 
 def compare_all() -> None:
-    world = dist.group.WORLD
     for options in OPTIONS:
-        for work in WORKS:
-            for in_place in (True, False):
-                compare(lambda work=work, in_place=in_place: PythonGroup(world, work, in_place), options)
-                theirs, ours = compare(lambda work=work, in_place=in_place: PythonGroup(None, work, in_place), options)
-                assert ours.calls.count("allreduce") >= 4  # also of a single rank, as torch calls it
-                assert ours.calls.count("allgather") == theirs.calls.count("allgather")
-                assert ours.calls.count("broadcast") <= theirs.calls.count("broadcast")
+        for inner in (dist.group.WORLD, None):
+            theirs = PythonGroup(inner, native_work)  # torch's class waits for some works for ever
+            expected = train(TorchDDP, theirs, options)
+            for work in WORKS:
+                for in_place in (True, False):
+                    ours = PythonGroup(inner, work, in_place)
+                    compare(expected, train(DistributedDataParallel, ours, options), options)
+                    assert ours.calls.count("allreduce") >= 4  # also of a single rank, as torch calls it
+                    assert ours.calls.count("allgather") == theirs.calls.count("allgather")
+                    assert ours.calls.count("broadcast") <= theirs.calls.count("broadcast")
     dist.barrier()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_training_equals_torchs(on_ranks: Callable[..., list[Any]]) -> None:
     on_ranks(compare_all)
-
-
-def wait_without_timeout() -> None:
-    group = PythonGroup(dist.group.WORLD, WaitsWithoutTimeout)
-    module = nn.Linear(3, 2)
-    nn.init.constant_(module.weight, 0.5)
-    ddp = DistributedDataParallel(module, process_group=group, init_sync=False, find_unused_parameters=True)
-    for _ in range(3):
-        module.zero_grad()
-        ddp(torch.full((1, 3), float(dist.get_rank() + 1))).sum().backward()
-        assert module.weight.grad is not None
-        assert module.weight.grad.eq(1.5).all()
-
-
-def test_works_need_no_timeout(on_ranks: Callable[..., list[Any]]) -> None:
-    on_ranks(wait_without_timeout)
 
 
 def use_registered_backend() -> None:
@@ -169,7 +154,7 @@ def use_registered_backend() -> None:
     else:  # an earlier call in this process has registered it
         dist.Backend._plugins[BACKEND.upper()] = dist.Backend._BackendPlugin(create, False)
     group = dist.new_group(backend=BACKEND)
-    compare(lambda: group, {})
+    compare(train(TorchDDP, group, {}), train(DistributedDataParallel, group, {}), {})
     assert made == [group]
 
 
@@ -181,30 +166,46 @@ class Refused(Exception):
     pass
 
 
-def fail_in_allreduce() -> list[str]:
-    class Failing(PythonGroup):
-        def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
-            raise Refused("no more")
+def refuse(_: Any) -> None:
+    raise Refused("no more")
 
-    class FailingLater(PythonGroup):
-        def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
-            work = FutureWork.__new__(FutureWork)
-            dist._Work.__init__(work)
+
+class FailingGroup(PythonGroup):
+    """Fails in each sum: at once, in its future, or in its future where only Python sees it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(None, native_work)
+        self.how = how
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        if self.how == "at once":
+            refuse(tensors)
+        work = FutureWork(tensors)
+        if self.how == "in the future":
+            work._future = work._future.then(refuse)
+        else:
             work._future = Future()
             work._future.set_exception(Refused("no more"))
-            return work
+        return work
 
-    found = []
-    for group_type in (Failing, FailingLater):
-        for wrapper in (TorchDDP, DistributedDataParallel):
-            ddp = wrapper(nn.Linear(3, 2), process_group=group_type(None, FutureWork))
-            with pytest.raises(Exception) as raised:  # noqa: B017 - the types are compared
-                ddp(torch.ones(1, 3)).sum().backward()
-            found.append(raised.type.__name__)
-    return found
+
+def error_in_allreduce(wrapper: type, how: str) -> tuple[str, str]:
+    ddp = wrapper(nn.Linear(3, 2), process_group=FailingGroup(how))
+    with pytest.raises((Refused, RuntimeError)) as raised:
+        ddp(torch.ones(1, 3)).sum().backward()
+    return raised.type.__name__, str(raised.value)
+
+
+def fail_in_allreduce() -> None:
+    for how in ("at once", "in the future"):
+        errors = [error_in_allreduce(wrapper, how) for wrapper in (TorchDDP, DistributedDataParallel)]
+        assert errors[0][0] == errors[1][0]
+        assert all("no more" in message for _, message in errors)
+    with pytest.raises(NotImplementedError, match="shard= is for process groups"):
+        DistributedDataParallel(nn.Linear(3, 2), process_group=FailingGroup("at once"), shard="optimizer")
+    _, message = error_in_allreduce(DistributedDataParallel, "for Python only")  # torch's class ends the process
+    assert "allreduce() holds no tensor" in message
 
 
 def test_errors_of_the_group_are_torchs(on_ranks: Callable[..., list[Any]]) -> None:
-    for found in on_ranks(fail_in_allreduce):
-        assert found[0] == found[1]
-        assert found[2] == found[3]
+    on_ranks(fail_in_allreduce)

@@ -121,7 +121,13 @@ class FutureReduce final : public PendingReduce {
   void wait() override {
     if (!flat_.defined()) return;
     future_->wait();
-    const at::Tensor result = c10d::detail::parseCppCommHookResult(future_->value());  // rethrows the future's error
+    const c10::IValue value = future_->value();  // rethrows the future's error
+    if (value.isPyObject() && value.toPyObjectHolder()->extractTensors().empty()) {
+      throw EnvironmentError(
+          "the future of the process group's allreduce() holds no tensor. Only Python sees the error of "
+          "Future.set_exception(): raise it in allreduce(), or in a callback passed to Future.then().");
+    }
+    const at::Tensor result = c10d::detail::parseCppCommHookResult(value);
     if (flat_.is_sparse() || !result.is_alias_of(flat_)) flat_.copy_(result);
     flat_.reset();
   }

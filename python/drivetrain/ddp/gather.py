@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 R = TypeVar("R")
 
+_TORCHS_MODULES = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")  # of its classes of backends
+
 
 def is_foreign(group: dist.ProcessGroup | None) -> bool:
     """Returns True for a group that torch.distributed has not made: a class of a script, or one that it does not know.
@@ -27,7 +29,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
         backend = group._get_backend(torch.device(device.type))
     except RuntimeError:
         return None
-    return str(backend.name()) if type(backend).__module__ == dist.ProcessGroup.__module__ else None
+    return str(backend.name()) if type(backend).__module__ in _TORCHS_MODULES else None
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from ..grad import main_grads
 from ..optim.over_groups import GroupParam, group_params
+from .gather import ranks_of
 from .hang_reports import waiting
 from .join import JoinsUnevenInputs
 
@@ -60,7 +61,7 @@ class GroupMembers:
 
     def __init__(self, group: dist.ProcessGroup, patterns: Sequence[str], names: frozenset[str]) -> None:
         self.group, self.names = group, names
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks = ranks_of(group)
         self.title = f"{', '.join(patterns)} over ranks {', '.join(map(str, self.ranks))}"
 
     def view(self, module: nn.Module, ignored: set[str]) -> nn.Module:
@@ -161,7 +162,7 @@ class ReducesOverGroups(JoinsUnevenInputs):
         for _, param in self.reducer.named_parameters() if self._has_reducer() else ():
             if (place := group_params.pop(param, None)) is not None:
                 place.scale.remove()
-        everyone = set(dist.get_process_group_ranks(self.process_group))
+        everyone = set(ranks_of(self.process_group))
         for part in parts:
             if outside := set(part.ranks) - everyone:
                 raise ValueError(

@@ -18,7 +18,7 @@ from ..grad import main_grads
 from ..optim import pieces
 from ..optim.sharded import is_dtensor
 from . import transport as transports
-from .gather import backend_for, gather_objects, on_device
+from .gather import backend_for, gather_objects, is_foreign, on_device
 from .gathers import Gathers, OnStreams, Pending, finish, watch
 from .kept_rows import KeptRows
 
@@ -135,6 +135,10 @@ def of(
         ValueError: This rank is not in `shard_group`, or that has ranks outside of the wrapper's group. Also if it has
             one rank here and several elsewhere, with "gradients".
     """
+    if shard is not None and (is_foreign(wrapper.process_group) or is_foreign(shard_group)):
+        raise NotImplementedError(
+            "shard= is for process groups of torch.distributed, and this one is a script's own: leave shard= out."
+        )
     group = wrapper.process_group if shard_group is None else _checked_group(shard_group, wrapper.process_group)
     places = [(rank, dist.get_world_size(group)) for rank in range(dist.get_world_size(group))]
     if shard == "gradients" and shard_group is not None:

@@ -65,6 +65,12 @@ DIFFERENCES: Sequence[IntendedDifference] = (
         "Replicas would diverge without an error.",
     ),
     IntendedDifference(
+        "Parameter that is unfrozen after wrapping",
+        "Each rank keeps its own gradient.",
+        "The same, with a warning that names the parameter.",
+        "Replicas diverge: wrap the module again.",
+    ),
+    IntendedDifference(
         "Ranks that pass different arguments, or the same names of parameters in different orders",
         "Pairs parameters by their order. Different arguments may hang.",
         "An error names the argument or parameter. Names and bucket sizes may differ; rank 0's sizes are used.",

@@ -36,14 +36,16 @@ class Strong:
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "the tensor": Strong,
     "a weak reference": Weak,
-    "a view": lambda grad: Strong(grad.view(-1)),
+    "a view": lambda grad: Strong(grad[None]),
     "a slice": lambda grad: Strong(grad[1:, ::2]),
     "detached": lambda grad: Strong(grad.detach()),
     "data": lambda grad: Strong(grad.data),
     "another dtype": lambda grad: Strong(grad.view(torch.int32)),
     "transposed": lambda grad: Strong(grad.t()),
-    "a weak reference to a view": lambda grad: Weak(grad.view(-1)),
-    "the storage": lambda grad: Strong(torch.empty(0).set_(grad.untyped_storage())),
+    "a weak reference to a view": lambda grad: Weak(grad[None]),
+    "the storage": lambda grad: Strong(
+        torch.empty(0).set_(grad.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride())
+    ),
 }
 
 
@@ -64,7 +66,7 @@ def round_trip(param: Tensor) -> None:
 
 def transpose(param: Tensor) -> None:
     assert param.grad is not None
-    param.grad.data = param.grad.data.t().contiguous().t()
+    param.grad.data = param.grad.data.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def assign_view(param: Tensor) -> None:

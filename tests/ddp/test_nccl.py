@@ -580,7 +580,8 @@ def alone(fakes: Path, rank: int) -> str:
     if dist.get_rank() != rank:
         return ""
     with faked(fakes, timeout_s=SHORT_TIMEOUT_S):
-        return message_of(RuntimeError, lambda: DDP(make_net(), init_sync=False))
+        model = DDP(make_net(), init_sync=False)
+        return message_of(RuntimeError, lambda: model(inputs()).sum().backward())
 
 
 def test_a_rank_that_does_not_come(on_ranks: OnRanks, fakes: Path) -> None:

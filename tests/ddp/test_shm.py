@@ -637,8 +637,9 @@ def choices() -> None:
     mine = ["shm", "torch"][dist.get_rank()]
     with pytest.raises(RuntimeError, match="argument 'transport' differs: rank 0: 'shm'; rank 1: 'torch'"):
         DDP(net, transport=mine)
+    model = DDP(net, transport=mine, init_sync=False)
     with pytest.raises(RuntimeError, match="same transport on every rank, but it differs: rank 0: 'shm'; rank 1: 'to"):
-        DDP(net, transport=mine, init_sync=False)
+        model(torch.ones(1, 3)).sum().backward()
 
 
 def test_choices(on_ranks: OnRanks) -> None:

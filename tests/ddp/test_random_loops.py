@@ -1,10 +1,8 @@
 """Drives the wrapper and torch's class through drawn sequences of what scripts do, and compares all bits after each.
 
-The seed is printed. `DRIVETRAIN_SEED` repeats it, and `WHOLE=1` draws 10,000 sequences.
+The seed is printed. `SEED` repeats it, and `WHOLE=1` draws 10,000 sequences.
 """
 
-import os
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +10,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from script_actions import Action, play
 
-from effort import rounds
+from effort import SEED, rounds
 
 OnRanks = Callable[..., list[Any]]
-SEED = int(os.environ.get("DRIVETRAIN_SEED") or random.SystemRandom().randrange(2**32))
 numbers, indices, factors = st.integers(0, 3), st.integers(0, 8), st.sampled_from([0.5, 2.0, -1.0])
 copies = st.sampled_from(["deepcopy", "pickle", "average", "file"])
 ACTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
@@ -59,7 +56,7 @@ options = st.fixed_dictionaries(
 
 
 def test_drawn_scripts_give_torchs_bits(on_ranks: OnRanks) -> None:
-    print(f"DRIVETRAIN_SEED={SEED}")
+    print(f"SEED={SEED}")
 
     @seed(SEED)
     @settings(
@@ -72,6 +69,6 @@ def test_drawn_scripts_give_torchs_bits(on_ranks: OnRanks) -> None:
     @given(options, actions)
     def follow(options: dict[str, Any], actions: list[Action]) -> None:
         found = on_ranks(play, options, actions)
-        assert found == [None, None], f"DRIVETRAIN_SEED={SEED}: {found}"
+        assert found == [None, None], f"SEED={SEED}: {found}"
 
     follow()

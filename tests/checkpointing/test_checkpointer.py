@@ -433,6 +433,7 @@ def test_another_model_or_optimizer_changes_nothing(tmp_path: Path) -> None:
 def test_another_configuration_warns_and_names_the_differences(tmp_path: Path) -> None:
     model, optimizer = small()
     options: dict[str, Any] = {"model": model, "optimizer": optimizer, "every": None}
+    options["run"] = "tested"  # says that the run continues with other settings
     with Checkpointer(tmp_path, config={"lr": 0.1, "sizes": (1, 2)}, **options) as ckpt:
         ckpt.step()
     with Checkpointer(tmp_path, config={"lr": 0.1, "sizes": (1, 2)}, **options):

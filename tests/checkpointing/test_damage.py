@@ -36,7 +36,7 @@ def trained(directory: Path, steps: int, url: Path | None = None, keep: int = 3)
     model = nn.Linear(8, 8)
     nn.init.zeros_(model.weight)
     tiers = [] if url is None else [Remote(f"file://{url}", keep=None)]
-    with Checkpointer(directory, model=model, every=None, keep=keep, tiers=tiers) as ckpt:
+    with Checkpointer(directory, model=model, every=None, keep=keep, tiers=tiers, run="tested") as ckpt:
         torch.testing.assert_close(model.weight.detach(), torch.full((8, 8), float(ckpt.steps)), rtol=0, atol=0)
         for _ in range(steps):
             with torch.no_grad():

@@ -94,7 +94,8 @@ def trained(
     """Trains some steps, each of which adds 1 to the weight, and returns the Checkpointer."""
     model = nn.Linear(1, 1)
     nn.init.zeros_(model.weight)
-    with Checkpointer(directory, model=model, tiers=tiers, every=every, **more) as ckpt:
+    # One identity, because a host where the run continues may have its directory elsewhere.
+    with Checkpointer(directory, model=model, tiers=tiers, every=every, run="tested", **more) as ckpt:
         assert model.weight.item() == ckpt.steps
         for _ in range(steps):
             with torch.no_grad():
@@ -376,7 +377,8 @@ def _train_on_ranks(directory: str, url: str, memory: str, steps: int) -> tuple[
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tiers: list[Ram | Remote] = [Ram(directory=memory), Remote(url)]
-    with Checkpointer(directory, model=model, optimizer=optimizer, tiers=tiers, every=2, timeout=LIMIT_S) as ckpt:
+    options: dict[str, Any] = {"tiers": tiers, "every": 2, "timeout": LIMIT_S, "run": "tested"}
+    with Checkpointer(directory, model=model, optimizer=optimizer, **options) as ckpt:
         for _ in range(steps):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,7 @@ from .loader import Position, Stateful, position_of
 from .metadata import Source
 from .preemption import Notices, Preempted
 from .ranks import Flags, Ranks
-from .restore import load_newest
+from .restore import differing_config, load_newest, warn_of_differences
 from .saver import Saver
 from .state import FORMAT, TrainingState
 from .store import Store
@@ -76,7 +75,9 @@ class Checkpointer:
         generators: Random generators that the training uses beside the default ones of Python, NumPy and torch:
             torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random.
         extra: Other objects with state_dict() and load_state_dict(), by name. Each rank saves its own.
-        config: Settings of the run. A restart with others warns and names the differences.
+        config: Settings of the run. A restart with others raises and names the differences, unless `run` is given.
+        run: The identity of the run. It continues the run with other settings, or in a new directory of another name.
+            Errors name the identity. None draws one for a new run.
         every: Time or steps between saves: "5min", "30s", "100 steps", 100, a timedelta, or "auto". None saves by
             `save()`, on preemption and at the end only. "auto" follows Daly's formula from the measured cost of a save
             and `mtbf`; see `interval.daly_interval`.
@@ -123,6 +124,7 @@ class Checkpointer:
         generators: Sequence[Any] = (),
         extra: Mapping[str, Stateful] | None = None,
         config: Mapping[str, Any] | None = None,
+        run: str | None = None,
         every: str | int | datetime.timedelta | None = "5min",
         keep: int | None = 3,
         mtbf: str | float | datetime.timedelta = "4h",
@@ -171,7 +173,7 @@ class Checkpointer:
         self._description = environment.describe(config, self._ranks.world_size)
         self._owns_store = not isinstance(directory, Store)
         self._directory, self._keep, self._is_background = directory, keep, snapshot == "background"
-        self._encryption, self._audit = encryption, audit
+        self._encryption, self._audit, self._run = encryption, audit, run
         self._saver: Saver | None = None  # inside of the block
         self._store: Store | None = None
         self._steps = self._saved_steps = 0  # now, and at the last save that began
@@ -224,7 +226,8 @@ class Checkpointer:
             self._store = self._directory if isinstance(self._directory, Store) else self._new_store(None)
             self._saver = self._new_saver(self._store)
             self._notices.open()
-            self._tiers.open(self._store, self._new_store, self._new_saver)
+            home = os.fspath(self._store.directory if isinstance(self._directory, Store) else self._directory)
+            self._tiers.open(self._store, home, self._run, self._new_store, self._new_saver)
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
             self._state.open(lambda: self._notices.reason is not None)
             self._restore(self._store)
@@ -421,35 +424,20 @@ class Checkpointer:
             return
         checkpoint, state, tensors = loaded
         is_same_world = checkpoint.world_size == self._ranks.world_size
-        self._state.restore(state, tensors, is_same_world)
+        differing = differing_config(checkpoint, state, self._description, self._run)
+        try:
+            self._state.restore(state, tensors, is_same_world)
+        except ValueError as error:
+            cure = f"To start another run than that of {checkpoint.path}, choose another directory"
+            raise ValueError(f"{error}. {cure}") from error
         self._steps = self._saved_steps = state["steps"]
         self._elapsed = state["elapsed"]
         self.restored = checkpoint
         if self._saver is not None and checkpoint.path.parent == store.directory:
             self._saver.begun_step = self._saver.saved_step = checkpoint.step
         if self._ranks.rank == 0:
-            self._warn(checkpoint, state, is_same_world)
-
-    def _warn(self, checkpoint: Checkpoint, state: Any, is_same_world: bool) -> None:
-        if not is_same_world:
-            warnings.warn(
-                f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on "
-                f"{self._ranks.world_size}. The samples are the same, each once per epoch, but the bits of parameters "
-                "and losses will not be those of an uninterrupted run"
-                + (
-                    ". The gradients of its unfinished accumulation window are dropped"
-                    if self._state.has_collected_gradients(state)
-                    else ""
-                ),
-                stacklevel=4,
-            )
-        saved = {name: state[f"run_{name}"] for name in self._description}
-        found = [text for text in environment.differences(saved, self._description) if "world_size" not in text]
-        if found:
-            warnings.warn(
-                f"{checkpoint.path} was saved by another configuration: {'; '.join(found)}. Its optimizer and "
-                "scheduler states are restored as they were.",
-                stacklevel=4,
+            warn_of_differences(
+                checkpoint, self._ranks.world_size, self._state.has_collected_gradients(state), differing
             )
 
     def _new_store(self, in_memory: Path | None) -> Store:

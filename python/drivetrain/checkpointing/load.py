@@ -49,6 +49,7 @@ class Checkpoint:
         created: Seconds since the epoch when it was completed.
         serial: Position among the directory's checkpoints. It grows with each save, also after a return to an
             earlier step.
+        run: The identity of the run that saved it; "" if a version saved it that knew none.
         key_id: Identifier of the key that encrypts the manifest; None if the checkpoint is plain.
     """
 
@@ -74,6 +75,7 @@ class Checkpoint:
         self.world_size = manifest.world_size
         self.created = manifest.created
         self.serial = manifest.serial
+        self.run = manifest.run
 
     def __repr__(self) -> str:
         return f"Checkpoint({os.fspath(self.path)!r}, step={self.step}, world_size={self.world_size})"
@@ -339,13 +341,13 @@ def complete_checkpoints(
     return found.complete
 
 
-def serials(directory: Path) -> list[int]:
-    """Returns the serials of all manifests in a directory whose checksums hold."""
+def manifests(directory: Path) -> list[Manifest]:
+    """Returns all manifests in a directory whose checksums hold."""
     found = []
     for entry in directory.iterdir():
         if STEP.fullmatch(entry.name):
             with contextlib.suppress(CheckpointError):
-                found.append(_read_manifest(entry, None).serial)
+                found.append(_read_manifest(entry, None))
     return found
 
 

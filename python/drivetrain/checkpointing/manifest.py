@@ -83,6 +83,8 @@ class Manifest:
     parts: list[RankFiles]
     checkpoint: str = ""
     protection: Protection | None = None
+    run: str = ""  # the identity of the run, and the directory that it was started with
+    home: str = ""
 
 
 def hexadecimal(checksum: int) -> str:
@@ -106,6 +108,9 @@ def seal(body: Record | Manifest, cipher: Cipher | None = None, secret: bytes = 
         fields["protection"] = vars(body.protection)
     if cipher is None:
         for name in ("checkpoint", "tags", "protection"):
+            fields.pop(name, None)
+    for name in ("run", "home"):
+        if not fields.get(name):
             fields.pop(name, None)
     version = 1 if cipher is None else VERSION
     text = json.dumps({"drivetrain": kind, "version": version, **fields}, separators=(",", ":"))

@@ -64,6 +64,11 @@ class RemoteDirectory:
         """
         name, data = folder.name, (folder / MANIFEST).read_bytes()
         manifest, _ = unseal(data, Manifest)
+        if others := {found.run for found in self.manifests().values()} - {"", manifest.run}:
+            raise CheckpointError(
+                f"{self.url} holds checkpoints of the run {others.pop()!r}, and {folder} is of the run "
+                f"{manifest.run!r}: give each run a URL of its own."
+            )
         with contextlib.suppress(FileNotFoundError):
             if self._read(f"{name}/{MANIFEST}") == data:
                 return

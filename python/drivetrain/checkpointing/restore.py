@@ -3,7 +3,7 @@
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
+from . import environment
 from .encoding import JSON
 from .errors import CheckpointError, EncryptionError
 from .load import Checkpoint, DamagedError
@@ -58,6 +59,7 @@ def load_newest(
         if highest == 0:
             if ranks.any_true(bool(passed_over or damaged)):
                 raise _nothing_intact(local, [*passed_over, *damaged])
+            tiers.check_new()
             return None
         if lowest == 0:
             if passed_over:
@@ -98,6 +100,50 @@ def load_newest(
         _logger.warning("a checkpoint is passed over: %s", failure)
         passed_over.append(failure)
         del found[mine]
+
+
+def differing_config(
+    checkpoint: Checkpoint, state: Mapping[str, JSON], description: Mapping[str, JSON], run: str | None
+) -> list[str]:
+    """Returns what differs between the settings and the environment of a checkpoint and those of now.
+
+    Raises:
+        ValueError: Settings differ, and the script does not say that it continues that run nevertheless.
+    """
+    saved = {name: state[f"run_{name}"] for name in description}
+    found = [text for text in environment.differences(saved, description) if "world_size" not in text]
+    if run is None and (settings := [text for text in found if text.startswith("config.")]):
+        cure = f"run={checkpoint.run!r}" if checkpoint.run else "a name as `run`"
+        raise ValueError(
+            f"config differs from that of {checkpoint.path}: {'; '.join(settings)}. To start another run, choose "
+            f"another directory. To continue this one with other settings, pass {cure} to Checkpointer"
+        )
+    return found
+
+
+def warn_of_differences(checkpoint: Checkpoint, world_size: int, has_gradients: bool, differing: Sequence[str]) -> None:
+    """Warns that bits will not be the same, and why.
+
+    Args:
+        checkpoint: The checkpoint with which the training continues.
+        world_size: The number of ranks now.
+        has_gradients: True if the checkpoint has gradients of an unfinished accumulation window.
+        differing: The result of `differing_config`.
+    """
+    if checkpoint.world_size != world_size:
+        warnings.warn(
+            f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on {world_size}. The samples "
+            "are the same, each once per epoch, but the bits of parameters and losses will not be those of an "
+            "uninterrupted run"
+            + (". The gradients of its unfinished accumulation window are dropped" if has_gradients else ""),
+            stacklevel=5,
+        )
+    if differing:
+        warnings.warn(
+            f"{checkpoint.path} was saved by another configuration: {'; '.join(differing)}. Its optimizer and "
+            "scheduler states are restored as they were.",
+            stacklevel=5,
+        )
 
 
 def _nothing_intact(directory: Path, errors: Sequence[CheckpointError]) -> CheckpointError:

@@ -20,8 +20,9 @@ from .audit import AuditLog
 from .coordinator import Coordinator
 from .encryption import Encryption
 from .errors import CheckpointError, EncryptionError, Fault
+from .identity import Origin
 from .layout import check_tensors, step_name
-from .load import Checkpoint, Survey, complete_checkpoints, serials, survey
+from .load import Checkpoint, Survey, complete_checkpoints, manifests, survey
 from .manifest import JSON, copy_json
 from .save import LONGEST_WAIT_S, Save
 from .writer import Writer, describe
@@ -250,6 +251,10 @@ class Store:
         """Tells an observer about complete checkpoints."""
         self._observer = observer
 
+    def belong_to(self, origin: Origin) -> None:
+        """Writes the run that the next checkpoints belong to into their manifests."""
+        self._writer.origin = origin
+
     def number_beside(self, *directories: Path) -> None:
         """Makes serials grow over the checkpoints of other directories, too, so that the newest of all is known."""
         self._beside = directories
@@ -329,7 +334,7 @@ class Store:
 
     def _next_serial(self) -> int:
         directories = [self.directory, *(one for one in self._beside if one.is_dir())]
-        return max((serial for one in directories for serial in serials(one)), default=0) + 1
+        return max((manifest.serial for one in directories for manifest in manifests(one)), default=0) + 1
 
     def _delete_old(self) -> None:
         if self._keep is None:

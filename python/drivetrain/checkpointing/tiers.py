@@ -18,8 +18,9 @@ from typing import Any
 from . import directory as disk
 from . import survivors
 from .errors import CheckpointError
+from .identity import Identity, Origin
 from .interval import seconds_of
-from .load import Checkpoint, DamagedError, complete_checkpoints
+from .load import Checkpoint, DamagedError, complete_checkpoints, manifests
 from .ranks import Ranks
 from .remote import RemoteDirectory
 from .saver import Saver
@@ -121,18 +122,28 @@ class Tiers:
         self._last: Path | None = None
         self._closed_status: list[TierStatus] = []
         self.damaged: list[str] = []
+        self._identity: Identity | None = None  # on rank 0
         self._guard = threading.Lock()
 
-    def open(self, store: Store, open_store: Callable[[Path], Store], new_saver: Callable[[Store], Saver]) -> None:
+    def open(
+        self,
+        store: Store,
+        home: str,
+        run: str | None,
+        open_store: Callable[[Path], Store],
+        new_saver: Callable[[Store], Saver],
+    ) -> None:
         """Opens the tiers, and downloads the newest checkpoint if a remote has a newer one than this host.
 
         Args:
             store: The local store.
+            home, run: See `Identity`.
             open_store: Opens another store for the same ranks.
             new_saver: Makes what saves into a store.
 
         Raises:
-            CheckpointError: No checkpoint is here, and a remote that may have one cannot be read.
+            CheckpointError: No checkpoint is here, and a remote that may have one cannot be read; or a tier has
+                checkpoints of another run.
             ValueError: Ranks run on several hosts, which a Ram does not allow.
         """
         self._store = store
@@ -158,7 +169,7 @@ class Tiers:
             store.follow(self)
             if self._ram_store is not None or self._uploaders:
                 self._write_status()
-        self._fetch_newer(store)
+        self._begin(store, home, run)
 
     def stores(self) -> list[Store]:
         """Returns the stores that may have the newest checkpoint, the local one first."""
@@ -181,6 +192,16 @@ class Tiers:
         except CheckpointError as error:
             _logger.warning("no remote copy takes the place of a damaged checkpoint: %s", error)
         return self._ranks.any_true(is_there)
+
+    def check_new(self) -> None:
+        """Raises CheckpointError on all ranks if no checkpoint was found, although the run has had one."""
+        failure: CheckpointError | None = None
+        if self._identity is not None:
+            try:
+                self._identity.check_new()
+            except CheckpointError as error:
+                failure = error
+        self._raise_together(failure)
 
     def start(self) -> None:
         """Makes optimizers wait for copies into memory; called once the state is restored."""
@@ -252,6 +273,8 @@ class Tiers:
 
     def completed(self, path: Path) -> None:
         """Uploads a checkpoint to each remote that is due."""
+        if self._identity is not None:
+            self._identity.completed()
         self._last = path
         now = time.monotonic()
         for index, remote in enumerate(self._remotes):
@@ -274,19 +297,36 @@ class Tiers:
             _logger.error("the training goes on without its copy in memory: %s", text)
         self._ram_error, saver.error = text, None
 
-    def _fetch_newer(self, store: Store) -> None:
-        """Downloads the newest checkpoint into the local directory on rank 0, if a remote has a newer one."""
+    def _begin(self, store: Store, home: str, run: str | None) -> None:
+        """Settles the identity of the run on rank 0, and downloads the newest checkpoint if a remote has it."""
         failure: CheckpointError | None = None
-        if self._uploaders:
+        if self._ranks.rank == 0:
             try:
-                # Reads no key: an error of rank 0 alone must come after this exchange.
-                mine, *others = [complete_checkpoints(one.directory) for one in self.stores()]
-                above = max((one.serial for each in (mine, *others) for one in each), default=0)
-                self._download(store, above, None, mine[-1] if mine else None)
+                # Reads no key: an error of rank 0 alone must come after the exchange.
+                places = [one.directory for one in self.stores()]
+                local, *memory = [[Origin(one.run, one.home) for one in manifests(place)] for place in places]
+                self._identity = Identity(store.directory, home, run)
+                self._identity.settle(local, places[-1], memory[0] if memory else [])
+                if self._uploaders:
+                    mine, *others = [complete_checkpoints(place) for place in places]
+                    above = max((one.serial for each in (mine, *others) for one in each), default=0)
+                    self._download(store, above, None, mine[-1] if mine else None)
+                origin = self._identity.begin()
+                store.belong_to(origin)
+                if self._ram_store is not None:
+                    self._ram_store.belong_to(origin)
+                    self._ram_store.follow(_Noting(self._identity))
             except CheckpointError as error:
                 failure = error
-        if self._remotes and self._ranks.any_true(failure is not None):
-            raise failure or CheckpointError("rank 0 could not read a remote tier; its error says why")
+            except OSError as error:
+                _logger.warning("%s cannot be read: %s", store.directory, error)
+        self._raise_together(failure)
+
+    def _raise_together(self, failure: CheckpointError | None) -> None:
+        if self._ranks.any_true(failure is not None):
+            raise failure or CheckpointError(
+                "rank 0 cannot begin with the checkpoints that it found; its error says why"
+            )
 
     def _download(self, store: Store, above: int, up_to: int | None, mine: Checkpoint | None = None) -> bool:
         """Downloads the newest intact remote checkpoint with a serial above the first number, up to the second.
@@ -303,16 +343,19 @@ class Tiers:
         problems = []
         for uploader in self._uploaders:
             try:
-                manifests = uploader.remote.manifests()
+                found = uploader.remote.manifests()
             except CheckpointError as error:
                 problems.append(f"{uploader.remote.url}, which may have one, cannot be read: {error}")
                 continue
+            for one in found.values():
+                assert self._identity is not None
+                self._identity.settle_remote(uploader.remote.url, Origin(one.run, one.home))
             candidates += [
                 (one.serial, name, uploader.remote)
-                for name, one in manifests.items()
+                for name, one in found.items()
                 if one.serial > above and (up_to is None or one.serial <= up_to)
             ]
-            if mine is not None and mine.serial > max((one.serial for one in manifests.values()), default=0):
+            if mine is not None and mine.serial > max((one.serial for one in found.values()), default=0):
                 uploader.submit(mine.path)  # the last run ended before it was uploaded
         for _, name, remote in sorted(candidates, key=lambda one: one[0], reverse=True):
             problem = _fetched(remote, name, store.directory)
@@ -342,6 +385,19 @@ class Tiers:
                 temporary.replace(path)
             except OSError as error:
                 _logger.warning("%s was not written: %s", path, error)
+
+
+class _Noting:
+    """Notes that a run has had a checkpoint."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def completed(self, path: Path) -> None:
+        self._identity.completed()
+
+    def holds(self, path: Path) -> bool:
+        return False
 
 
 def _close(store: Store, timeout_s: float) -> None:

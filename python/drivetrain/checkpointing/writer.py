@@ -23,6 +23,7 @@ from . import directory as disk
 from .coordinator import Coordinator
 from .encryption import TAG_BYTES, ChunkIdentity, Encryption, FileCipher
 from .errors import CheckpointError
+from .identity import Origin
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
 from .manifest import Manifest, RankFiles, Record, hexadecimal, seal
 from .save import Save
@@ -80,6 +81,7 @@ class Writer:
         self._encryption = encryption
         self._next_serial = next_serial
         self._old_keys: list[str] = []
+        self.origin = Origin("", "")
 
     def write(self, index: int, save: Save) -> Path:
         """Writes save number `index` and waits until it is complete on all ranks. Returns the checkpoint's folder.
@@ -120,6 +122,7 @@ class Writer:
                 parts,
                 checkpoint,
                 None if cipher is None else cipher.protection,
+                *self.origin,
             )
             disk.write_file(temporary / MANIFEST, seal(manifest, cipher))
             disk.sync_folder(temporary)

@@ -425,7 +425,7 @@ def too_late() -> None:
     if dist.get_rank() == 0:
         drivetrain.main_grads(only_here)
     message = message_of(RuntimeError, lambda: DDP(only_here))
-    assert "gradient of parameter 'weight' differs: rank 0: torch.float32; rank 1: not there" in message
+    assert "parameter 'weight' differs: rank 0: (2, 2) torch.bfloat16, strides (2, 1), gradient torch.float32" in message
 
 
 def test_wrapped_too_early(on_ranks: OnRanks) -> None:

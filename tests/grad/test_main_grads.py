@@ -425,7 +425,8 @@ def too_late() -> None:
     if dist.get_rank() == 0:
         drivetrain.main_grads(only_here)
     message = message_of(RuntimeError, lambda: DDP(only_here))
-    assert "parameter 'weight' differs: rank 0: (2, 2) torch.bfloat16, strides (2, 1), gradient torch.float32" in message
+    facts = "(2, 2) torch.bfloat16, strides (2, 1)"
+    assert f"parameter 'weight' differs: rank 0: {facts}, gradient torch.float32; rank 1: {facts}." in message
 
 
 def test_wrapped_too_early(on_ranks: OnRanks) -> None:

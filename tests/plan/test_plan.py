@@ -132,7 +132,7 @@ def test_calibration_measures_every_operation_and_keeps_it(tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
     planned = drivetrain.plan(model, lambda: model(torch.ones(8, 32)).sum().backward(), device="cpu")
-    timed = planned.calibrated(20.0)
+    timed = planned.calibrated(600.0)
     assert timed.calibration is not None
     assert timed.calibration.share == pytest.approx(1.0)
     assert timed.device.is_calibrated
@@ -154,7 +154,7 @@ def test_recurrent_layers_of_onednn_are_calibrated(tmp_path: Path) -> None:
     """Their backward pass would crash on a made-up workspace."""
     model = nn.LSTM(8, 8)
     planned = drivetrain.plan(model, lambda: model(torch.ones(7, 4, 8))[0].sum().backward(), device="cpu")
-    timed = planned.calibrated(20.0, tmp_path / "cache.json")
+    timed = planned.calibrated(600.0, tmp_path / "cache.json")
     backward = next(op for op in timed.trace.last_step() if op.name == "aten::mkldnn_rnn_layer_backward")
     assert timed.calibration is not None
     assert backward.signature not in timed.calibration.seconds

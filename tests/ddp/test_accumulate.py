@@ -343,11 +343,11 @@ def expected_on_ranks(counts: list[list[int]], steps: int) -> nn.Module:
     return reference
 
 
-def windows_on_ranks(counts: list[list[int]], options: dict[str, Any], in_step: bool) -> None:
+def windows_on_ranks(counts: list[list[int]], options: dict[str, Any], scaler_class: Any) -> None:
     reference = expected_on_ranks(counts, 2)
     model = DDP(make_model(), **SMALL_BUCKETS, **options)
-    make = drivetrain.optim.SGD if in_step else torch.optim.SGD
-    scaler = drivetrain.amp.GradScaler("cpu", init_scale=64.0) if in_step else None
+    make = torch.optim.SGD if scaler_class is None else drivetrain.optim.SGD
+    scaler = None if scaler_class is None else scaler_class("cpu", init_scale=64.0)
     optimizer = make(model.parameters(), lr=0.3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     mine = make_batches(counts[dist.get_rank()], seed=dist.get_rank())
@@ -365,7 +365,14 @@ def windows_on_ranks(counts: list[list[int]], options: dict[str, Any], in_step: 
 )
 @pytest.mark.parametrize("counts", RANK_COUNTS)
 def test_the_token_mean_over_ranks(on_ranks: OnRanks, counts: str, options: dict[str, Any]) -> None:
-    on_ranks(windows_on_ranks, RANK_COUNTS[counts], options, counts in ("even", "uneven tokens"))
+    scaler_class = drivetrain.amp.GradScaler if counts in ("even", "uneven tokens") else None
+    on_ranks(windows_on_ranks, RANK_COUNTS[counts], options, scaler_class)
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, drivetrain.amp.GradScaler])
+@pytest.mark.parametrize("counts", ["one rank ends windows before, in one", "one rank has none"])
+def test_a_rank_without_micro_batches_has_a_scaler(on_ranks: OnRanks, counts: str, scaler_class: type) -> None:
+    on_ranks(windows_on_ranks, RANK_COUNTS[counts], {}, scaler_class)
 
 
 class Normed(nn.Module):

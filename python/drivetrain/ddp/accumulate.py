@@ -325,6 +325,8 @@ class Window:
         Under shard="gradients" each of them reduces, so that all ranks count to the window's end.
         """
         assert self._ddp is not None
+        if self._scaler is not None:
+            self._scaler.scale(torch.zeros((), device=self._ddp.device))  # Its scale exists from the first loss on.
         each_reduces = rows_of(self._ddp) is not None
         left = self._steps - self._micro_steps if each_reduces else 1
         lacks_forward = not self._has_forwarded if each_reduces else self._micro_steps == 0 and self._begun is None

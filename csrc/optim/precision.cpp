@@ -57,18 +57,29 @@ std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, St
   return sizes;
 }
 
+std::optional<BlockDtypes> block_dtypes(StateKind kind) {
+  if (kind == StateKind::kMean) return BlockDtypes{at::kChar, at::kFloat8_e4m3fn};
+  if (kind == StateKind::kSquared) return BlockDtypes{at::kByte, at::kFloat8_e5m2};
+  return std::nullopt;
+}
+
+bool keeps_32_bits(const Precision& precision, const c10::TensorImpl& param) {
+  const bool is_vector = param.dim() < 2 && param.numel() <= kMaxVector;
+  return precision.state_bits == 8 && (is_vector || param.numel() < precision.min_8bit_size);
+}
+
 std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, StateKind kind) {
   switch (precision.state_bits) {
     case 0:
+      // Squares of gradients below 3e-3 are 0 in float16. Without options states are as torch's.
+      if (param.dtype().toScalarType() == at::kHalf && !precision.is_default()) return at::kFloat;
       return std::nullopt;
     case 16:
       return at::kBFloat16;
     case 8:
-      // Small and one-dimensional parameters (biases, norms) save nothing and are more sensitive.
-      if (kind != StateKind::kMean && kind != StateKind::kSquared) return at::kFloat;
-      if (param.dim() < 2 || param.numel() < precision.min_8bit_size) return at::kFloat;
-      if (precision.float8) return kind == StateKind::kSquared ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
-      return kind == StateKind::kSquared ? at::kByte : at::kChar;
+      if (keeps_32_bits(precision, param)) return at::kFloat;
+      if (const auto dtypes = block_dtypes(kind)) return precision.float8 ? dtypes->float8 : dtypes->codes;
+      return at::kFloat;
     default:
       return c10::isComplexType(param.dtype().toScalarType()) ? at::kComplexFloat : at::kFloat;
   }

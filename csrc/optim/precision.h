@@ -48,6 +48,22 @@ enum class StateKind : uint8_t {
 // Returns the sizes of a state of this kind, or none if a parameter of this shape has no such state.
 std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, StateKind kind);
 
+// The two dtypes that mark the 8-bit formats of a state.
+struct BlockDtypes {
+  at::ScalarType codes;
+  at::ScalarType float8;
+};
+
+// Returns the dtypes of a state's 8-bit formats, or none if a state of this kind has no such format.
+std::optional<BlockDtypes> block_dtypes(StateKind kind);
+
+// The most elements of a vector that keeps 32-bit states under state_bits=8. Biases and norms save nothing and are more
+// sensitive; a longer vector is a flattened model.
+constexpr int64_t kMaxVector = 65536;
+
+// Returns whether the parameter is so small that its states keep 32 bits although the group asks for 8.
+bool keeps_32_bits(const Precision& precision, const c10::TensorImpl& param);
+
 // Returns the dtype that a state of this parameter must have, or none if any floating one will do. An 8-bit one
 // determines the format (block_format_of).
 std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, StateKind kind);

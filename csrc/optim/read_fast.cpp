@@ -39,6 +39,14 @@ bool read_extra(PyObject* object, const c10::TensorImpl& param, at::ScalarType d
   return (stream.extra = contiguous_memory(extra)) != nullptr;
 }
 
+// Returns whether the object holds 8-bit codes of this kind of state. Python checks other objects under their names.
+bool is_of_blocks(PyObject* object, StateKind kind) {
+  if (!THPVariable_Check(object)) return false;
+  const auto dtypes = block_dtypes(kind);
+  const at::ScalarType found = THPVariable_Unpack(object).unsafeGetTensorImpl()->dtype().toScalarType();
+  return dtypes && (found == dtypes->codes || found == dtypes->float8);
+}
+
 bool same_memory(const c10::TensorImpl& param, const c10::TensorImpl& other) {
   return other.device() == param.device() &&
          c10::isComplexType(other.dtype().toScalarType()) == c10::isComplexType(param.dtype().toScalarType());
@@ -76,7 +84,7 @@ StepReader::StateValues StepReader::state_values(const Entry& entry) const {
       }
       if (group.precision.is_default()) continue;
       for (size_t s = 0; s < states.size(); ++s) {
-        if (is_name(key, states[s].codes_name) && THPVariable_Check(value)) codes[s] = value;
+        if (is_name(key, states[s].codes_name) && is_of_blocks(value, states[s].kind)) codes[s] = value;
         if (is_name(key, states[s].scales_name) && THPVariable_Check(value)) found.scales[s] = value;
       }
       for (PyObject* name : extra_names) {

@@ -87,6 +87,20 @@ void register_state(py::module_& m) {
         return state_dtype(precision, *param.unsafeGetTensorImpl(), static_cast<StateKind>(kind));
       },
       py::arg("precision"), py::arg("param"), py::arg("kind"));
+  // Returns the dtypes that mark the 8-bit formats of states of this kind.
+  m.def(
+      "optim_block_dtypes",
+      [](int kind) {
+        const auto dtypes = block_dtypes(static_cast<StateKind>(kind));
+        return dtypes ? std::vector<at::ScalarType>{dtypes->codes, dtypes->float8} : std::vector<at::ScalarType>{};
+      },
+      py::arg("kind"));
+  m.def(
+      "optim_keeps_32_bits",
+      [](const Precision& precision, const at::Tensor& param) {
+        return keeps_32_bits(precision, *param.unsafeGetTensorImpl());
+      },
+      py::arg("precision"), py::arg("param"));
   m.def(
       "optim_is_state_as",
       [](const at::Tensor& param, const at::Tensor& state, const std::optional<at::Tensor>& scales,

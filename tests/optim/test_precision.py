@@ -15,6 +15,8 @@ from torch import Tensor
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
 from drivetrain.optim.precision import EXTRA_NAMES, SCALAR_NAMES
+from drivetrain.plan.formats import kept_32_bits, state_bytes
+from drivetrain.plan.trace import ParameterInfo
 from effort import rounds
 from optim_cases import CASES, cases
 from precision_cases import HALVES, PRECISIONS, everything, make_params, precisions, same_bits, set_grads
@@ -304,7 +306,7 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
                 is_small = param.dim() < 2 or param.numel() < 1000
                 bits = PRECISIONS[precision].get("state_bits")
                 wanted = {
-                    None: [dtype],
+                    None: [torch.float32 if dtype == torch.float16 else dtype],
                     32: [torch.float32],
                     16: [torch.bfloat16],
                     8: [torch.int8, torch.uint8],
@@ -633,6 +635,53 @@ def test_memory_of_states() -> None:
         steps(optimizer, [param], 1)
         tensors = [param, param.grad, *optimizer.state[param].values()]
         assert sum(t.untyped_storage().nbytes() for t in tensors) / param.numel() <= limit
+
+
+@pytest.mark.parametrize("options", [{"master_bits": 32}, {"rounding": "kahan"}, {"rounding": "stochastic"}])
+@pytest.mark.parametrize("grad", [3e-3, 1e-5])
+def test_squares_of_small_float16_gradients_do_not_vanish(options: dict[str, Any], grad: float) -> None:
+    param, reference = torch.ones(300, dtype=torch.float16).requires_grad_(), torch.ones(300).requires_grad_()
+    optimizer = optim.AdamW([param], lr=1e-3, weight_decay=0.0, eps=1e-10, **options)
+    torch_optimizer = torch.optim.AdamW([reference], lr=1e-3, weight_decay=0.0, eps=1e-10)
+    for _ in range(5):
+        param.grad = torch.full_like(param, grad)
+        reference.grad = param.grad.float()
+        optimizer.step()
+        torch_optimizer.step()
+    assert optimizer.state[param]["exp_avg_sq"].dtype == torch.float32
+    # A float16 number next to 1 is off by up to 2^-10 under stochastic rounding, in each step.
+    tolerance = 5 * 2**-10 if "stochastic" in options.values() else 1e-6
+    torch.testing.assert_close(optimizer.float32_value(param), reference.detach(), rtol=0, atol=tolerance)
+
+
+def test_float16_states_of_older_checkpoints_are_widened() -> None:
+    param = torch.ones(300, dtype=torch.float16).requires_grad_()
+    optimizer = optim.AdamW([param], master_bits=32)
+    steps(optimizer, [param], 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0] |= {name: saved["state"][0][name].half() for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.load_state_dict(saved)
+    steps(optimizer, [param], 1)
+    assert {optimizer.state[param][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+
+
+@pytest.mark.parametrize(("numel", "is_small"), [(65_536, True), (65_537, False)])
+def test_long_vectors_have_8_bit_states(numel: int, is_small: bool) -> None:
+    param, matrix = torch.randn(numel).requires_grad_(), torch.randn(64, 64).requires_grad_()
+    optimizer = optim.AdamW([("flat", param), ("matrix", matrix)], state_bits=8)
+    steps(optimizer, [param, matrix], 2)
+    assert ("exp_avg" in optimizer.state[param]) == is_small
+    assert optimizer.report().kept_32_bits == ({"flat": numel} if is_small else {})
+    assert ("'flat'" in str(optimizer.report())) == is_small
+    infos = [
+        ParameterInfo(name, tuple(each.shape), each.dtype, True, each.nbytes)
+        for name, each in (("flat", param), ("matrix", matrix))
+    ]
+    held = [
+        sum(value.nbytes for name, value in optimizer.state[each].items() if name != "step") for each in (param, matrix)
+    ]
+    assert [sum(each) for each in state_bytes(infos, "AdamW", state_bits=8)] == held
+    assert kept_32_bits(infos) == optimizer.report().kept_32_bits
 
 
 # ---- Bad input.

@@ -51,8 +51,9 @@ class FusedOptimizer(LeftToTorch):
     arithmetic stays in float32.
 
     * state_bits: 32 (float32), 16 (bfloat16), 8 (codes) or "fp8" (e4m3, and e5m2 for means of squares). 8-bit values
-      share a float32 scale per block of 256. None keeps the parameter's dtype, as torch does. Parameters of one
-      dimension or fewer than `min_8bit_size` elements keep float32 instead of 8 bits.
+      share a float32 scale per block of 256. None keeps the parameter's dtype, as torch does, but float32 for
+      float16 parameters with a master or a `rounding`. Vectors of at most 65,536 elements and parameters of fewer than
+      `min_8bit_size` elements keep float32 instead of 8 bits.
     * master_bits: Keeps 32 or 24 bits of 16-bit parameters; None keeps their 16 bits. A bfloat16 parameter holds the
       leading half of its float32 value, rounded with ties away from zero. The state keeps the remainder in
       `param_remainder`: int16, which loses nothing, or int8. A float16 parameter is a copy of a float32 tensor in the

@@ -1,7 +1,9 @@
 """Storage formats of parameters and states: checks a group's options, and creates and converts states."""
 
+from collections.abc import Collection
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from .. import _C
@@ -9,6 +11,8 @@ from .. import _C
 Group = dict[str, Any]
 StateBits = Literal[32, 16, 8, "fp8"]
 
+# The dtypes of 8-bit codes, of all kinds of states.
+_BLOCK_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 EXTRA_NAMES = _C.optim_extra_names()
 # Entries of a parameter's state that are tensors of one element: its step counter, and the scalars of some rules.
 SCALAR_NAMES = frozenset(("step", *_C.optim_scalar_names()))
@@ -108,6 +112,8 @@ def state_as_asked(
         if dtype is None:
             return {name: stored}
     else:
+        if where == codes:
+            check_codes(found, _C.optim_block_dtypes(kind), f"{label}: its state {codes!r}")
         if not isinstance(found, Tensor) or list(found.shape) != sizes or found.device != param.device:
             return {}  # The step raises for it.
         if _C.optim_is_state_as(param, found, state.get(scales), dtype):
@@ -119,6 +125,16 @@ def state_as_asked(
     if stored_scales is None:
         return {name: stored, codes: None, scales: None}
     return {name: None, codes: stored, scales: stored_scales}
+
+
+def check_codes(found: Any, dtypes: Collection[torch.dtype], what: str) -> None:
+    """Raises TypeError if a state's 8-bit codes are none, as after torch.cat() of codes and values."""
+    if isinstance(found, Tensor) and found.dtype not in dtypes:
+        expected = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+        raise TypeError(
+            f"{what} is {found.dtype}, expected 8-bit codes ({expected}): edit the values that "
+            "optimizer.float32_state(param) returns, and keep the result as optimizer.state[param]."
+        )
 
 
 def has_state(state: dict[str, Any], name: str) -> bool:
@@ -181,6 +197,7 @@ def without_blocks(state: dict[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in state.items():
         if name.endswith("_codes"):
+            check_codes(value, _BLOCK_DTYPES, f"the state {name!r}")
             name = name.removesuffix("_codes")
             value = _C.optim_load_state(value, state.get(scales_name(name)))
         if not name.endswith("_scales"):

@@ -47,6 +47,7 @@ class Report:
             backward pass, all parameters that require a gradient.
         bytes: Bytes of them, their gradients and each entry of the state, by name. Gradients that are None, and states
             that the next step makes or converts, count with the size that they will have.
+        kept_32_bits: By parameter, the elements whose states keep 32 bits although their group asks for 8.
         expected: Names of the entries of `bytes` that are not there now, or not in that format, at least in part.
         bytes_moved: Bytes that a step must read and write, including the second read of gradients for clipping.
         step_s: Seconds of the last step; None before the first, and on a GPU, where it continues after step().
@@ -64,6 +65,7 @@ class Report:
     counts: Counts
     lost_updates: dict[str, float] = field(default_factory=dict)
     expected: frozenset[str] = frozenset()
+    kept_32_bits: dict[str, int] = field(default_factory=dict)
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -105,11 +107,23 @@ class Report:
             moved += f", {self.share_of_bandwidth:.0%} of this machine's {(self.bandwidth or 0) / 1e9:.1f} GB/s"
         counts = self.counts
         lines += [moved, f"{counts.steps} steps, {counts.clipped} clipped, {counts.skipped} left out (not finite)"]
+        lines += lines_about_kept(self.kept_32_bits)
         worst = sorted(self.lost_updates.items(), key=lambda item: -item[1])
         lines += [f"  {name}: {share:.1%} of the updates are lost to rounding" for name, share in worst[:10]]
         if worst and worst[0][1] > 0.1:
             lines.append("  (master_bits=24, rounding='kahan' or 'stochastic' keep them)")
         return lines
+
+
+def lines_about_kept(kept_32_bits: dict[str, int]) -> list[str]:
+    """Returns a line about the parameters whose states keep 32 bits under state_bits=8; none if there are none."""
+    if not kept_32_bits:
+        return []
+    largest = sorted(kept_32_bits, key=lambda name: -kept_32_bits[name])
+    names = ", ".join(map(repr, largest[:5])) + (", ..." if len(largest) > 5 else "")
+    return [
+        f"{len(largest)} small parameters ({sum(kept_32_bits.values()):,} elements) keep 32-bit states: {names}",
+    ]
 
 
 def report_of(optimizer: Any, counts: Counts) -> Report:
@@ -118,9 +132,11 @@ def report_of(optimizer: Any, counts: Counts) -> Report:
     expected: set[str] = set()
     num_elements = moved = 0
     on_cpu = optimizer.is_on_cpu
-    lost = {}
+    lost, kept = {}, {}
     for label, param, grad, group, state in _stepped(optimizer):
         num_elements += param.numel()
+        if _C.optim_keeps_32_bits(precision.of(group), param):
+            kept[label] = param.numel()
         entries = {"parameters": _size(param)}
         if grad is None:
             entries["gradients"] = param.numel() * (param.grad_dtype or param.dtype).itemsize
@@ -143,7 +159,7 @@ def report_of(optimizer: Any, counts: Counts) -> Report:
                 lost[label] = share
     bandwidth = _triad_bandwidth() if on_cpu and num_elements else None
     seconds = counts.seconds or None if on_cpu else None
-    return Report(num_elements, sizes, moved, seconds, bandwidth, counts, lost, frozenset(expected))
+    return Report(num_elements, sizes, moved, seconds, bandwidth, counts, lost, frozenset(expected), kept)
 
 
 def _size(tensor: Tensor) -> int:

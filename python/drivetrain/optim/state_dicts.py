@@ -153,7 +153,7 @@ class StateDicts(NativeStep):
         """Returns the state dict as torch does; groups with drivetrain's options also hold the version of its formats.
 
         8-bit states of DTensors are float32 DTensors in it, because their blocks belong to one rank's part and another
-        number of ranks has other parts. After loading, the next step converts them to 8 bits again, to the same bits
+        number of ranks has other parts. After loading, the next step converts them to 8 bits again, to the same codes
         where the parts are the same.
         """
         with pieces.in_place(self):
@@ -214,11 +214,32 @@ class StateDicts(NativeStep):
         Raises:
             KeyError: The parameter is not this optimizer's.
         """
+        group = self._group_of(param)
+        with pieces.in_place(self):
+            param = pieces.part_or_itself(param)
+            values = sharded.local_values(param, self.state.get(param, {}))
+            value = precision.float32_value(values, sharded.local_part(param), group)
+            return sharded.as_shard_of(param, value) if sharded.is_dtensor(param) else value
+
+    def float32_state(self, param: Tensor) -> dict[str, Any]:
+        """Returns a new dict with a parameter's state, in which 8-bit entries are float32 tensors of its shape.
+
+        Code that appends, cuts or permutes a parameter's rows may edit the tensors of its shape, and keep the dict as
+        `optimizer.state[param]`. The next step converts it to the group's storage format. Other entries are as in the
+        state: counters, and the `param_remainder`, `param_compensation` or `param_master` of a 16-bit parameter, which
+        has the parameter's shape. The dict is empty before the parameter's first step.
+
+        Raises:
+            KeyError: The parameter is not this optimizer's.
+            TypeError: An entry for 8-bit codes holds something else.
+        """
+        self._group_of(param)
+        with pieces.in_place(self):
+            param = pieces.part_or_itself(param)
+            return precision.without_blocks(sharded.portable(param, self.state.get(param, {})))
+
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
             if any(param is other for other in group["params"]):
-                with pieces.in_place(self):
-                    param = pieces.part_or_itself(param)
-                    values = sharded.local_values(param, self.state.get(param, {}))
-                    value = precision.float32_value(values, sharded.local_part(param), group)
-                    return sharded.as_shard_of(param, value) if sharded.is_dtensor(param) else value
+                return group
         raise KeyError(f"param is a tensor of shape {tuple(param.shape)} that is not in this optimizer's param_groups")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
 
-from .. import optim
+from .. import _C, optim
+from ..optim import precision
 from ..optim.base import FusedOptimizer
 from ..optim.report import states_of_step
 from .trace import ALLOC, OP, STEP, Block, Event, OpCall, ParameterInfo, StepTrace
@@ -42,6 +44,17 @@ def state_bytes(
             by_layout[key] = _bytes_for(kind, parameter, state_bits, master_bits)
         sizes.append(by_layout[key])
     return sizes
+
+
+def kept_32_bits(parameters: list[ParameterInfo]) -> dict[str, int]:
+    """Returns the elements of each trainable parameter that is too small for 8-bit states, by its name."""
+    asked = precision.of({"state_bits": 8})
+    return {
+        parameter.name: math.prod(parameter.shape)
+        for parameter in parameters
+        if parameter.requires_grad
+        and _C.optim_keeps_32_bits(asked, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    }
 
 
 def _bytes_for(kind: Any, parameter: ParameterInfo, state_bits: int | None, master_bits: int | None) -> list[int]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..notebook import html_table
+from ..optim.report import lines_about_kept
 from . import questions
 from .calibrate import Calibration, cache_path, calibrate, corrected, fingerprint, with_correction
 from .cost import Price, Run, price_run
 from .devices import Device
-from .formats import state_bytes, with_states
+from .formats import kept_32_bits, state_bytes, with_states
 from .memory import MemoryPlan, plan_memory
 from .options import Options, duration, formatted
 from .recompute import Recomputation, recompute_within
@@ -307,6 +308,8 @@ class Plan:
             )
         if self.trace.period:
             lines.append(f"a step: {self.trace.period}")
+        if options.state_bits == 8:
+            lines += lines_about_kept(kept_32_bits(self.trace.parameters))
         return [*lines, *self.trace.notes]
 
     def _memory_rows(self) -> list[tuple[str, str, str]]:

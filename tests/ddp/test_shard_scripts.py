@@ -1,10 +1,14 @@
 """Runs what scripts do with DistributedDataParallel(shard=...) that they were not written for."""
 
 import copy
+import functools
 import io
 import pickle
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import drivetrain
 from drivetrain import DistributedDataParallel
+from drivetrain.ddp import state_server
 from drivetrain.optim import full_state_dict
 
 OnRanks = Callable[..., list[Any]]
@@ -152,14 +157,142 @@ def test_edits_of_kept_gradients_have_the_results_of_whole_ones(on_ranks: OnRank
 # ---- Files.
 
 
+def trained_on(
+    net: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], make: Any, tolerance: float = 0.0
+) -> None:
+    """Compares a step of the optimizer and a step of a new one that has loaded the state."""
+    fresh = make(net.parameters())
+    fresh.load_state_dict(state)
+    before = [value.clone() for value in values_of(net)]
+    ends = []
+    for each in (optimizer, fresh):
+        with torch.no_grad():
+            torch._foreach_copy_(list(net.parameters()), before)
+        step(net, each, 3)
+        ends.append([value.clone() for value in values_of(net)])
+    torch.testing.assert_close(*ends, rtol=tolerance, atol=tolerance)
+
+
+def saved_by(save: Callable[[Any, Any], None], values: Any) -> Any:
+    save(values, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True) if save is torch.save else pickle.load(file)
+
+
+def save_alone(folder: Path) -> None:
+    """One rank saves whole, plain states while the others train on."""
+    makes = (OURS["AdamW"], TORCHS["AdamW"], TORCHS["SGD"], drivetrain.optim.Adafactor)
+    for number, make in enumerate(makes):
+        for mode in MODES:
+            for saver in range(dist.get_world_size()):
+                net, optimizer = train(make, Odd(), shard=mode)
+                path = folder / f"{number}-{mode}-{saver}"
+                if dist.get_rank() == saver:
+                    torch.save(optimizer.state_dict(), path)
+                    assert_plain(pickle.loads(pickle.dumps(optimizer.state_dict())), optimizer)
+                expected = copy.deepcopy(full_state_dict(optimizer, None))
+                step(net, optimizer, 2)
+                dist.barrier()
+                found = torch.load(path, weights_only=True)
+                assert_plain(found, optimizer)
+                torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+
+
+def assert_plain(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for key, values in state_dict["state"].items():
+        assert all(type(value) is torch.Tensor for value in values.values())
+        whole = [value for value in values.values() if value.ndim == params[key].ndim]
+        assert all(value.shape[0] in (1, params[key].shape[0]) for value in whole if value.ndim)
+
+
+def save_on_all() -> None:
+    """All ranks save at once, each its own file of whole states, in 8 bits, too."""
+    for options in ({}, {"state_bits": 8, "min_8bit_size": 0}):
+        make = functools.partial(drivetrain.optim.AdamW, lr=1e-2, **options)
+        net, optimizer = train(make, Odd(), shard="gradients")
+        loaded = saved_by(torch.save, optimizer.state_dict())
+        assert_plain(loaded, optimizer)
+        # Codes are stored again with scales that may differ in their last bit.
+        trained_on(net, optimizer, loaded, make, tolerance=1e-5 if options else 0.0)
+
+
+def name_what_is_missing() -> None:
+    """What cannot be saved whole raises, and says why."""
+    net, optimizer = train(OURS["AdamW"], Odd(), shard="gradients")
+    kept = optimizer.state_dict()
+    dist.barrier()
+    with mock.patch.object(state_server, "_LIMIT_S", 0.2):
+        dist.barrier()
+        _name_what_is_missing(net, optimizer, kept)
+
+
+def _name_what_is_missing(net: Any, optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        sharding = net._sharding
+        sharding.begin_step(optimizer)
+        with pytest.raises(TypeError, match="and a step has not ended"):
+            pickle.dumps(kept)
+        sharding.end_step()  # now this rank is one step ahead
+        with pytest.raises(TypeError, match=r"rank 1 has no such rows: .*has not finished step 4 after"):
+            pickle.dumps(kept)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        for _ in range(2):
+            net._sharding.begin_step(optimizer)
+            net._sharding.end_step()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(TypeError, match=r"it has begun step 5, and the rows of step 4 are gone.*full_state_dict"):
+            pickle.dumps(kept)
+    dist.barrier()
+    loaded = OURS["AdamW"](net.parameters())
+    loaded.load_state_dict(full_state_dict(optimizer, None))
+    with pytest.raises(TypeError, match="the optimizer has not stepped yet"):
+        pickle.dumps(loaded.state_dict())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        net._sharding._states._close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        net._sharding._steps.begin(optimizer)
+        net._sharding._steps.end()
+        with pytest.raises(TypeError, match=r"rank 1 does not answer .*: it may have ended"):
+            pickle.dumps(kept)
+    dist.barrier()
+
+
+def refuse_strangers() -> None:
+    """A connection without the key gets nothing, and the next request is answered."""
+    net, optimizer = train(OURS["AdamW"], Odd(), shard="optimizer")
+    if dist.get_rank() == 0:
+        for message in (b"", bytes(7), (1 << 40).to_bytes(8, "big") + bytes(40), (60).to_bytes(8, "big") + bytes(60)):
+            with socket.create_connection(net._sharding._states._addresses[1], timeout=30) as connection:
+                connection.recv(32)
+                connection.sendall(message)
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(1) == b""
+        assert_plain(pickle.loads(pickle.dumps(optimizer.state_dict())), optimizer)
+    dist.barrier()
+
+
+def test_one_rank_saves_whole_states(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(save_alone, tmp_path)
+    on_ranks(save_on_all)
+
+
+def test_states_that_cannot_be_saved_whole_raise(on_ranks: OnRanks) -> None:
+    on_ranks(name_what_is_missing)
+    on_ranks(refuse_strangers)
+
+
 def refuse_parts() -> None:
-    """No part of a state or gradient gets into a file in silence, however the script took it."""
+    """No part of a gradient, and no copy of a part of a state, gets into a file in silence."""
     for make in (OURS["AdamW"], TORCHS["AdamW"]):
         net, optimizer = train(make, Odd(), shard="gradients")
         states = optimizer.state_dict()["state"]
         loss_of(net, 0).backward()
         for values in (
-            states,
             copy.deepcopy(states),
             [value.cpu().clone() for state in states.values() for value in state.values()],
             [param.grad for param in net.parameters()],
@@ -171,19 +304,7 @@ def refuse_parts() -> None:
                 pickle.dumps(values)
         optimizer.zero_grad()
         whole = full_state_dict(optimizer, None)
-        torch.save(whole, file := io.BytesIO())
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        fresh = make(net.parameters())
-        fresh.load_state_dict(loaded)
-        before = [value.clone() for value in values_of(net)]
-        ends = []
-        for each in (optimizer, fresh):
-            with torch.no_grad():
-                torch._foreach_copy_(list(net.parameters()), before)
-            step(net, each, 3)
-            ends.append([value.clone() for value in values_of(net)])
-        torch.testing.assert_close(*ends, rtol=0, atol=0)
+        trained_on(net, optimizer, saved_by(torch.save, whole), make)
 
 
 def test_a_file_never_gets_a_part_of_a_state(on_ranks: OnRanks) -> None:

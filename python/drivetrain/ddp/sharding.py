@@ -21,6 +21,7 @@ from . import transport as transports
 from .gather import backend_for, gather_objects, is_foreign, on_device
 from .gathers import Gathers, OnStreams, Pending, finish, watch
 from .kept_rows import KeptRows
+from .state_server import Request, StateServer, Steps
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -269,6 +270,11 @@ class Sharding:
         self._mesh = DeviceMesh.from_group(group, self._device.type)
         refuse_files(self._mesh)
         self._params = [param for _, param in named]
+        self._place_of = {id(param): place for place, param in enumerate(self._params)}
+        self._steps = Steps()
+        self._states = StateServer(
+            group, self._device, self._steps, functools.partial(_rows_of_state, weakref.ref(self))
+        )
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[_Bucket] = []
         self._lay_out(named)
@@ -306,6 +312,22 @@ class Sharding:
         if not self._overlaps:
             self.end()
         torch.autograd.graph.increment_version(stepped)  # the others keep their values
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Counts a step that begins to write states."""
+        self._steps.begin(optimizer)
+
+    def end_step(self) -> None:
+        """Says that the step has written them."""
+        self._steps.end()
+
+    def rows_of_ranks(self, optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> list[Tensor | None]:
+        """Asks the other ranks for their rows of a state, and returns None for this rank.
+
+        Raises:
+            RuntimeError: A rank has ended, has gone on to another step, or does not answer.
+        """
+        return self._states.ask(optimizer, self._place_of[id(param)], name)
 
     def wait(self) -> None:
         """Waits for the gathers under way."""
@@ -381,6 +403,15 @@ class Sharding:
             whole, self._mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
         )
         pieces.add(param, pieces.Piece(name, param, part, rows, self))
+
+
+def _rows_of_state(of_sharding: "weakref.ref[Sharding]", request: Request) -> Tensor:
+    """Returns this rank's rows of a state that another rank asks for."""
+    sharding = of_sharding()
+    if sharding is None:
+        raise RuntimeError("its wrapper was deleted")
+    optimizer = sharding._steps.optimizer(request.optimizer)
+    return pieces.rows_of_state(optimizer, sharding._params[request.param], request.name)
 
 
 def _rows(param: Tensor, rank: int, size: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ or loads its state, do pieces stand in their place. Optimizers of drivetrain.opt
 other ranks. torch's optimizers get plain tensors, on which their element-wise rules run as on any parameter.
 """
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -17,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import precision
-from .sharded import is_dtensor, local_part, state_placements
+from .sharded import is_dtensor, local_part, portable, state_placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,6 +34,15 @@ class Owner(Protocol):
 
     def wait(self) -> None:
         """Waits for the gathers under way."""
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Counts a step that begins to write states."""
+
+    def end_step(self) -> None:
+        """Says that the step has written them."""
+
+    def rows_of_ranks(self, optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> list[Tensor | None]:
+        """Asks the other ranks for their rows of a state, and returns None for this rank."""
 
 
 class Piece:
@@ -261,6 +271,9 @@ class Swapped:
                     values = {name: piece.local_state(name, value) for name, value in values.items()}
                 optimizer.state[stand_in] = values
         self._replace(self._params, self._stand_ins)
+        self._steps = with_gradients
+        for owner in self._owners if with_gradients else ():
+            owner.begin_step(optimizer)
 
     def back(self) -> None:
         """Puts the parameters back."""
@@ -270,6 +283,8 @@ class Swapped:
             if stand_in in state:
                 state[param] = state.pop(stand_in)
         self._replace(self._stand_ins, self._params)
+        for owner in self._owners if self._steps else ():
+            owner.end_step()
 
     def zero_gradients(self) -> None:
         """Fills the whole gradients with zeros, of which the step has zeroed a part."""
@@ -391,10 +406,58 @@ def _distributed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
         piece = _pieces.get(param)
         if piece is not None and key in states:
             states[key] = {name: piece.distributed_state(name, value) for name, value in states[key].items()}
-    return {**state_dict, "state": states}
+    return for_files(optimizer, {**state_dict, "state": states})
 
 
 # ---- Whole states.
+
+
+def for_files(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state dict with rows that pickle whole states, for scripts that save on one rank."""
+    if not _has_any(optimizer):
+        return state_dict
+    from .rows import rows_of  # after the first DTensor: the import takes a while
+
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    states = dict(state_dict["state"])
+    for key, param in zip(keys, params, strict=True):
+        if key not in states or piece_of(param) is None:
+            continue
+        states[key] = dict(states[key])
+        for name, value in states[key].items():
+            if is_dtensor(value):
+                rows = states[key][name] = rows_of(value)
+                rows.whole = functools.partial(
+                    _whole, weakref.ref(optimizer), weakref.ref(param), name, rows._local_tensor
+                )
+    return {**state_dict, "state": states}
+
+
+def _whole(
+    of_optimizer: "weakref.ref[torch.optim.Optimizer]", of_param: "weakref.ref[Tensor]", name: str, local: Tensor
+) -> Tensor:
+    """Returns all ranks' rows of a state. Raises RuntimeError if they cannot be had."""
+    optimizer, param = of_optimizer(), of_param()
+    piece = None if param is None else piece_of(param)
+    if optimizer is None or param is None or piece is None:
+        raise RuntimeError("the optimizer or the wrapper was deleted")
+    if state_placements(piece.part, name)[0].is_replicate():
+        return local.cpu()
+    rows = piece.owner.rows_of_ranks(optimizer, param, name)
+    return torch.cat([local.cpu() if theirs is None else theirs for theirs in rows])
+
+
+def rows_of_state(optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> Tensor:
+    """Returns this rank's rows of an entry of the optimizer's state dict. Leaves the optimizer as it is."""
+    values = dict(optimizer.state.get(param, {}))
+    piece = piece_of(param)
+    if piece is not None and getattr(optimizer, "steps_pieces", False):
+        values = portable(piece.part, piece.shared_state(values))
+    if not isinstance(values.get(name), Tensor):
+        raise RuntimeError(f"the parameter has no state {name!r}")
+    value: Tensor = values[name]
+    return local_part(value) if is_dtensor(value) else value
 
 
 def full_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> dict[str, Any]:

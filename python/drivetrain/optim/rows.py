@@ -1,6 +1,6 @@
 """Rows: the DTensors of gradients and states that take the place of plain tensors in scripts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 _DTensor: Any = DTensor  # torch does not type its constructor
 _NOT_SAVED = (
-    "pickle found a tensor of DistributedDataParallel(shard=...), of which this rank has a part only. Call "
+    "pickle found a tensor of DistributedDataParallel(shard=...), of which this rank has a part only{why}. Call "
     "drivetrain.optim.full_state_dict(optimizer) on every rank, and save its result on one. "
     "torch.distributed.checkpoint and drivetrain's Checkpointer save parts from every rank."
 )
@@ -21,7 +21,12 @@ class Rows(DTensor):
     """A DTensor that scripts use as a plain tensor.
 
     Operations on it return plain DTensors. Whole tensors in them count as equal on all ranks.
+
+    Attributes:
+        whole: Returns all ranks' rows as a plain tensor, for a file that this rank writes. None: they cannot be had.
     """
+
+    whole: Callable[[], Tensor] | None = None
 
     @property
     def data(self) -> Tensor:
@@ -63,7 +68,13 @@ class Rows(DTensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _DTensor(self._local_tensor, self._spec, requires_grad=False).__reduce_ex__(protocol)
+        if self.whole is None:
+            return _DTensor(self._local_tensor, self._spec, requires_grad=False).__reduce_ex__(protocol)
+        try:
+            whole = self.whole()
+        except RuntimeError as error:
+            raise TypeError(_NOT_SAVED.format(why=f", and {error}")) from error
+        return whole.__reduce_ex__(protocol)
 
 
 def rows_of(value: DTensor) -> Rows:
@@ -77,7 +88,7 @@ def refuse_files(mesh: DeviceMesh) -> None:
     """Makes DTensors on this mesh raise where something pickles them, since a file would hold one rank's part."""
 
     def refuse(protocol: Any) -> Any:
-        raise TypeError(_NOT_SAVED)
+        raise TypeError(_NOT_SAVED.format(why=""))
 
     instance: Any = mesh
     instance.__reduce_ex__ = refuse

@@ -161,6 +161,7 @@ class StateDicts(NativeStep):
             params = self._params_by_key(result)
             for key in params.keys() & result["state"].keys():
                 result["state"][key] = sharded.portable(params[key], result["state"][key])
+        result = pieces.for_files(self, result)
         for group in result["param_groups"]:
             group.pop(precision.VERSION_NAME, None)
             if precision.DEFAULTS.keys() & group.keys():

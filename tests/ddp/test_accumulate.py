@@ -548,7 +548,7 @@ def test_a_backward_that_fails_on_one_rank(on_ranks: OnRanks) -> None:
 
 
 def test_the_step_of_a_window_is_that_of_ranks_together(on_ranks: OnRanks) -> None:
-    on_ranks(windows_on_ranks, [[4, 2, 1], [3, 3, 3]], {"check_replicas_every": 1}, True)
+    on_ranks(windows_on_ranks, [[4, 2, 1], [3, 3, 3]], {"check_replicas_every": 1}, drivetrain.amp.GradScaler)
 
 
 def test_a_leftover_scheduler_step_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Runs what scripts do with DistributedDataParallel(shard=...) that they were not written for."""
 
+import contextlib
 import copy
 import functools
 import io
@@ -270,8 +271,9 @@ def refuse_strangers() -> None:
             with socket.create_connection(net._sharding._states._addresses[1], timeout=30) as connection:
                 connection.recv(32)
                 connection.sendall(message)
-                connection.shutdown(socket.SHUT_WR)
-                assert connection.recv(1) == b""
+                with contextlib.suppress(OSError):  # A server that has read enough resets the connection.
+                    connection.shutdown(socket.SHUT_WR)
+                    assert connection.recv(1) == b""
         assert_plain(pickle.loads(pickle.dumps(optimizer.state_dict())), optimizer)
     dist.barrier()
 

@@ -135,7 +135,6 @@ class StateServer:
         thread = threading.Thread(target=_serve, args=(listener, answer), name="drivetrain-states", daemon=True)
         thread.start()
         self._close = weakref.finalize(self, _close, listener, os.getpid())
-        self._close.atexit = False  # Threads that wait for memory's owner at exit would wait for themselves.
 
     def ask(self, optimizer: torch.optim.Optimizer, param: int, name: str) -> list[Tensor | None]:
         """Returns the rows of every rank as tensors on the CPU, and None for this rank.

@@ -22,8 +22,9 @@ from .encryption import Encryption
 from .errors import CheckpointError
 from .interval import Interval, seconds_of
 from .load import Checkpoint
-from .loader import Position, Stateful, position_of
+from .loader import position_of
 from .metadata import Source
+from .position import Position, Stateful
 from .preemption import Notices, Preempted
 from .ranks import Flags, Ranks
 from .restore import differing_config, load_newest, warn_of_differences
@@ -278,6 +279,7 @@ class Checkpointer:
         saver = self._open_saver()
         is_alone = self._ranks.world_size == 1
         agreed = None if is_alone else self._ranks.result()
+        self._position.stepped()
         self._steps += 1
         self._poll(saver)
         agreed = agreed or self._flags()
@@ -437,7 +439,11 @@ class Checkpointer:
             self._saver.begun_step = self._saver.saved_step = checkpoint.step
         if self._ranks.rank == 0:
             warn_of_differences(
-                checkpoint, self._ranks.world_size, self._state.has_collected_gradients(state), differing
+                checkpoint,
+                self._ranks.world_size,
+                self._position.resumes_on(self._ranks.world_size),
+                self._state.has_collected_gradients(state),
+                differing,
             )
 
     def _new_store(self, in_memory: Path | None) -> Store:

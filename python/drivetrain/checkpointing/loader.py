@@ -1,62 +1,20 @@
 """Saves and restores the position in the training data, so that a loop continues with the next batch of the epoch."""
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..data import Prefetcher, ResumableSampler
 from . import rng
+from .position import Direct, Position, Several, Stateful
 from .skipping import END, Skipping
 from .workers import has_lost_workers
 
 _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
 _KEY = "_drivetrain_position"  # an attribute of loaders that are counted
 _IN_USE = "data is used by another Checkpointer: leave its with block first"
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Has a state that can be saved and restored."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-class Position:
-    """The position in data that the training does not iterate over, or that has no state: nothing is saved."""
-
-    epoch = 0
-    is_exhausted = False  # the position is the end of an epoch
-
-    def call_before_fetch(self, call: Callable[[], None]) -> None:
-        """Calls `call` before each batch that the training fetches.
-
-        Raises:
-            TypeError: The position does not see single batches.
-        """
-        raise TypeError("data is no DataLoader, whose batches a callback has to see: pass one")
-
-    def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
-        """Begins to count batches.
-
-        Args:
-            is_noticed: Returns whether this process is about to be preempted. Workers that have ended start again then.
-        """
-
-    def close(self) -> None:
-        """Ends counting, and gives the loader back as it was."""
-
-    def state(self) -> Any:
-        """Returns the position, for `Encoder.encode`."""
-        return None
-
-    def check(self, state: Any, is_same_world: bool) -> None:
-        """Raises ValueError if `restore` could not continue at `state`. Nothing changes."""
-
-    def restore(self, state: Any, is_same_world: bool) -> None:
-        """Lets the next iteration continue at a position that `state` returned."""
 
 
 def position_of(data: Any) -> Position:
@@ -80,12 +38,17 @@ def position_of(data: Any) -> Position:
             )
         return position_of(data.loader)
     if isinstance(data, list | tuple):
-        return _Several([position_of(one) for one in data])
+        return Several([position_of(one) for one in data])
     if isinstance(data, ResumableSampler):
         raise TypeError("data is a ResumableSampler, expected its DataLoader, which knows what the training consumed")
     if isinstance(data, DataLoader):
         if hasattr(data, _KEY):
             raise RuntimeError(_IN_USE)
+        if data.num_workers > 0 and not data.in_order:
+            raise TypeError(
+                "data has in_order=False, with which batches come in an order that no restart repeats: pass "
+                "in_order=True to the DataLoader, or num_workers=0"
+            )
         if hasattr(data, "base_dataloader"):  # It has a state_dict() that does not restore the order of a shuffle.
             from .prepared import position_of_prepared
 
@@ -104,56 +67,11 @@ def position_of(data: Any) -> Position:
             )
         return _MapStyleLoader(data)
     if isinstance(data, Stateful):
-        return _Direct(data)
+        return Direct(data)
     raise TypeError(
         f"data is a {type(data).__name__}, expected a DataLoader, {_STATEFUL}, or an object with state_dict() and "
         "load_state_dict()"
     )
-
-
-class _Direct(Position):
-    def __init__(self, data: Stateful) -> None:
-        self._data = data
-
-    def state(self) -> Any:
-        return self._data.state_dict()
-
-    def restore(self, state: Any, is_same_world: bool) -> None:
-        self._data.load_state_dict(state)
-
-
-class _Several(Position):
-    def __init__(self, positions: list[Position]) -> None:
-        self._positions = positions
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]
-        return self._positions[0].epoch if self._positions else 0
-
-    def call_before_fetch(self, call: Callable[[], None]) -> None:
-        self._positions[0].call_before_fetch(call)
-
-    def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
-        for position in self._positions:
-            position.open(is_noticed)
-
-    def close(self) -> None:
-        for position in self._positions:
-            position.close()
-
-    def state(self) -> Any:
-        return [position.state() for position in self._positions]
-
-    def check(self, state: Any, is_same_world: bool) -> None:
-        if not isinstance(state, list) or len(state) != len(self._positions):
-            found = len(state) if isinstance(state, list) else 1
-            raise ValueError(f"data has {len(self._positions)} loaders, expected {found} as in the checkpoint")
-        for position, one in zip(self._positions, state, strict=True):
-            position.check(one, is_same_world)
-
-    def restore(self, state: Any, is_same_world: bool) -> None:
-        for position, one in zip(self._positions, state, strict=True):
-            position.restore(one, is_same_world)
 
 
 class _Counted(Position):
@@ -166,6 +84,10 @@ class _Counted(Position):
         self._loader = loader
         self._class: type | None = None
         self._count = -1  # of the epochs that have begun, less one
+        self._has_begun = False  # an iteration since `open`
+        self._has_stepped = False  # the training, in the iteration under way
+        self._ever_stepped = False  # so that passes without a step are no epochs
+        self._base = 0  # the epoch of the first pass since `open`
         self._is_next = False  # the restored position is the end of an epoch, which is the beginning of the next one
         self._restarts_workers = False  # the next iteration starts workers that an uninterrupted run would reuse
         self.batches = 0  # taken in the iteration under way
@@ -178,7 +100,7 @@ class _Counted(Position):
         self._is_noticed: Callable[[], bool] = lambda: False
 
     def call_before_fetch(self, call: Callable[[], None]) -> None:
-        self._before_fetch = call
+        self._before_fetch, self.counts_all = call, True
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -188,6 +110,7 @@ class _Counted(Position):
         if hasattr(self._loader, _KEY):
             raise RuntimeError(_IN_USE)
         self._is_noticed = is_noticed
+        self._has_begun = False
         self._class = type(self._loader)
         members = {"__iter__": lambda loader: getattr(loader, _KEY).begin(), "__module__": self._class.__module__}
         setattr(self._loader, _KEY, self)
@@ -200,11 +123,20 @@ class _Counted(Position):
             self._class = None
 
     def begin(self) -> Iterator[Any]:
-        """Begins an iteration over the loader; its own `__iter__` comes here."""
-        resumed, self._resumed = self._resumed, None
-        self.batches, self.is_exhausted, self._is_next = 0, False, False
+        """Begins an iteration over the loader; its own `__iter__` comes here.
+
+        Scripts also look at a batch first, or measure the accuracy on these data. A restored position therefore waits
+        for the iteration in which the training makes a step, and iterations without one are no epochs.
+        """
+        resumed = self._resumed
+        if self.counts_all or not self._ever_stepped:
+            self._resumed = None
+        self.batches, self.is_exhausted, self._is_next, self._has_begun = 0, False, False, True
         if resumed is None or resumed["start"] is None:
-            self._count += 1
+            self._resumed = None
+            if self._has_stepped or not self._ever_stepped or self.counts_all:
+                self._count += 1
+            self._has_stepped = False
             self._start = self._streams()
             self._is_reuse = self._workers_start is not None
             if self._is_persistent() and not self._is_reuse:
@@ -218,6 +150,10 @@ class _Counted(Position):
         self._workers_start = resumed["workers_start"]
         return self._hand_out(self._iterate_again(resumed), resumed)
 
+    def end(self) -> None:
+        """Ends the iteration under way, whose batches are all taken."""
+        self.is_exhausted, self._resumed = True, None
+
     def has_lost_workers(self, batches: Iterator[Any]) -> bool:
         """Returns whether a worker has ended under a notice, so that the iteration must begin again."""
         return self._is_noticed() and has_lost_workers(batches)
@@ -227,18 +163,56 @@ class _Counted(Position):
         self._loader._iterator = None
         return self._iterate_again({"batches": taken})
 
+    def stepped(self) -> None:
+        if not self._has_begun:
+            raise RuntimeError(
+                "data was not iterated over since the block began, so the position in it is unknown. Call iter() on "
+                "the loader that Checkpointer was given, inside of the block, or pass the one that the loop uses"
+            )
+        if not self._ever_stepped:
+            self._ever_stepped, self._count = True, self._base
+        self._has_stepped, self._resumed = True, None
+
+    @property
+    def _is_between(self) -> bool:
+        """True after an epoch, in an iteration in which the training makes no step."""
+        is_idle = self._ever_stepped and not self._has_stepped and not self.counts_all
+        return is_idle and self._resumed is None and self._has_begun
+
     def state(self) -> Any:
+        is_end = self.is_exhausted or self._is_between
         return {
-            "epoch": self._count,
-            "is_exhausted": self.is_exhausted,
+            "epoch": self._count - self._is_between,
+            "is_exhausted": is_end,
             "start": self._start,
             "workers_start": self._workers_start,
             "is_reuse": self._is_reuse,
-            "own": [rng.state_of(one) for one in self._own_generators()] if self.is_exhausted else [],
+            "own": [rng.state_of(one) for one in self._own_generators()] if is_end else [],
+            "ever_stepped": self._ever_stepped,
+            "shape": self._shape(),
         }
+
+    def _shape(self) -> dict[str, Any]:
+        """Returns what a number of batches depends on."""
+        dataset = self._loader.dataset
+        length = len(dataset) if isinstance(dataset, Sized) else None
+        return {"batch_size": self._loader.batch_size, "dataset": length}
+
+    def check(self, state: Any, is_same_world: bool) -> None:
+        ours = self._shape()
+        differing = [name for name, value in state.get("shape", ours).items() if value != ours[name]]
+        if differing and not state["is_exhausted"] and state["start"] is not None:
+            name = "length of the dataset" if differing[0] == "dataset" else differing[0]
+            raise ValueError(
+                f"data has another {name}, {ours[differing[0]]}, expected {state['shape'][differing[0]]} as in the "
+                "checkpoint, which is inside of an epoch. Finish that epoch as it began, or use "
+                "drivetrain.data.ResumableSampler, with which a batch size may change"
+            )
 
     def restore(self, state: Any, is_same_world: bool) -> None:
         self._count = state["epoch"]
+        self._has_stepped = self._ever_stepped = state.get("ever_stepped", True)
+        self._base = max(0, self._count + state["is_exhausted"])
         self.batches, self.is_exhausted, self._start = 0, state["is_exhausted"], state["start"]
         self._is_next = self.is_exhausted
         self._resumed = None if self._is_next else state
@@ -299,6 +273,14 @@ class _StatefulLoader(_Counted):
         rng.restore_host(before)
         return batches
 
+    def check(self, state: Any, is_same_world: bool) -> None:
+        super().check(state, is_same_world)
+        if not is_same_world:
+            raise ValueError(
+                f"data is a {type(self._loader).__name__}, whose state holds on as many ranks only. Continue on as "
+                "many as saved the checkpoint, or use a DataLoader with drivetrain.data.ResumableSampler"
+            )
+
     def restore(self, state: Any, is_same_world: bool) -> None:
         super().restore(state, is_same_world)
         self._restarts_workers = False  # The loader restores its workers by itself.
@@ -328,13 +310,19 @@ class _MapStyleLoader(_Counted):
         common = super().state() | {"sampler_epoch": epoch}
         if epoch != self._begun_epoch:  # set_epoch() was called since; the next iteration draws its own seeds.
             common["start"] = None
+        batches = 0 if self._resumed is not None else self.batches  # A restored position waits for the first step.
         if self._resumable is None:
-            return common | {"batches": self._skipped + self.batches if common["start"] is not None else 0}
+            return common | {"batches": self._skipped + batches if common["start"] is not None else 0}
         drawn = self._resumable._drawn
-        consumed = drawn if self.is_exhausted else min(self.batches * self._batch_size, drawn)
+        consumed = drawn if self.is_exhausted else min(batches * self._batch_size, drawn)
         return common | {"sampler": self._resumable.state_dict(consumed)}
 
+    def resumes_on(self, world_size: int) -> bool:
+        return self._resumable is not None and self._resumable.num_replicas == world_size
+
     def check(self, state: Any, is_same_world: bool) -> None:
+        if self._resumable is None:
+            super().check(state, is_same_world)
         if ("sampler" in state) != (self._resumable is not None):
             has, lacks = ("a", "none") if "sampler" in state else ("no", "one")
             raise ValueError(f"data has {lacks}, but the checkpoint is of a loader with {has} ResumableSampler")
@@ -371,6 +359,8 @@ class _MapStyleLoader(_Counted):
         self._begun_epoch = getattr(self._sampler, "epoch", None)
         if self._resumed is None:
             self._skipped = 0
+        elif self._resumable is not None and self._resumed["sampler"]["epoch"] == self._begun_epoch:
+            self._resumable.load_state_dict(self._resumed["sampler"])  # an iteration without a step may have drawn
         return super().begin()
 
     def _iterate_from(self, state: Any) -> Iterator[Any]:
@@ -389,8 +379,9 @@ class _MapStyleLoader(_Counted):
         return iterator
 
     def _own_generators(self) -> list[Any]:
-        found = [getattr(self._loader, "generator", None), getattr(self._sampler, "generator", None)]
-        return list({id(one): one for one in found if one is not None}.values())
+        return rng.generators_of(
+            self._loader.generator, self._sampler, self._loader.batch_sampler, but=self._loader.dataset
+        )
 
 
 class _CountedBatches:
@@ -443,7 +434,7 @@ class _CountedBatches:
         self._counted.batches += 1
 
     def end_epoch(self) -> None:
-        self._counted.is_exhausted = True
+        self._counted.end()
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

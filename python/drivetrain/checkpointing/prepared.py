@@ -8,7 +8,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from . import rng
-from .loader import Position, _CountedBatches, _MapStyleLoader
+from .loader import _CountedBatches, _MapStyleLoader
+from .position import Position
 
 
 def position_of_prepared(data: Any) -> Position:

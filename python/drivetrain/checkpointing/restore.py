@@ -121,20 +121,27 @@ def differing_config(
     return found
 
 
-def warn_of_differences(checkpoint: Checkpoint, world_size: int, has_gradients: bool, differing: Sequence[str]) -> None:
+def warn_of_differences(
+    checkpoint: Checkpoint, world_size: int, resumes: bool, has_gradients: bool, differing: Sequence[str]
+) -> None:
     """Warns that bits will not be the same, and why.
 
     Args:
         checkpoint: The checkpoint with which the training continues.
         world_size: The number of ranks now.
+        resumes: True if the position in the data holds on that number.
         has_gradients: True if the checkpoint has gradients of an unfinished accumulation window.
         differing: The result of `differing_config`.
     """
     if checkpoint.world_size != world_size:
         warnings.warn(
-            f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on {world_size}. The samples "
-            "are the same, each once per epoch, but the bits of parameters and losses will not be those of an "
-            "uninterrupted run"
+            f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on {world_size}. "
+            + (
+                "The samples that are left follow, each once per epoch, but "
+                if resumes
+                else "No loader with a ResumableSampler was given, so the next samples are up to the script, and "
+            )
+            + "the bits of parameters and losses will not be those of an uninterrupted run"
             + (". The gradients of its unfinished accumulation window are dropped" if has_gradients else ""),
             stacklevel=5,
         )

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
+_DEPTH, _MEMBERS = 5, 64  # how far generators are searched: samplers wrap each other, and may hold long lists
 Generators = Sequence[Any]  # torch.Generator, numpy.random.Generator, numpy.random.RandomState or random.Random
 
 
@@ -71,6 +73,34 @@ def restore_host(state: dict[str, Any]) -> None:
 
         numpy.random.set_state(state["numpy"])
     torch.set_rng_state(_tensor(state["torch"]))
+
+
+def generators_of(*objects: Any, but: Any) -> list[Any]:
+    """Returns the generators among the objects, and in their attributes and containers, except those of `but`."""
+    found: dict[int, Any] = {}
+    seen = {id(but)}
+
+    def look(one: Any, depth: int) -> None:
+        if one is None or id(one) in seen or depth > _DEPTH:
+            return
+        seen.add(id(one))
+        numpy = sys.modules.get("numpy")
+        kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+        if isinstance(one, (torch.Generator, random.Random, *kinds)):
+            if one not in (torch.default_generator, getattr(random, "_inst", None)):
+                found[id(one)] = one
+        elif isinstance(one, list | tuple):
+            for value in one[:_MEMBERS]:
+                look(value, depth + 1)
+        elif isinstance(one, dict):
+            for value in list(one.values())[:_MEMBERS]:
+                look(value, depth + 1)
+        elif not isinstance(one, Tensor | torch.nn.Module | type | Dataset) and hasattr(one, "__dict__"):
+            look(vars(one), depth)
+
+    for one in objects:
+        look(one, 0)
+    return list(found.values())
 
 
 def state_of(generator: Any) -> Any:

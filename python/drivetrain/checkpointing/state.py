@@ -17,7 +17,7 @@ from . import rng, shards
 from .encoding import JSON, Encoder, decode, references
 from .gradients import Gradients
 from .load import Checkpoint
-from .loader import Position, Stateful
+from .position import Position, Stateful
 from .saved_optimizer import ParameterOrder, check_maker, class_name, load_optimizer, parameter_names, plain_name
 
 FORMAT = 1  # of the JSON state

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import _C, optim
+from drivetrain.optim.rule import rule_of
 from optim_cases import ADAFACTOR_PRECISIONS, CASES, make_params
 from pack_cases import ROUNDED
 from precision_cases import PRECISIONS
@@ -48,7 +49,7 @@ def _one_case_per_rule() -> list[tuple[type, dict[str, Any]]]:
     cases: dict[str, tuple[type, dict[str, Any]]] = {}
     for ours, _, _, options in CASES.values():
         optimizer = ours(make_params(), **options)
-        cases.setdefault(optimizer._rule(optimizer.param_groups[0]), (ours, options))
+        cases.setdefault(rule_of(type(optimizer)).name_of(optimizer.param_groups[0]), (ours, options))
     return list(cases.values())
 
 

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 
 from .optim import over_groups, sparse
-from .optim.base import FusedOptimizer, in_place_of
+from .optim.base import FusedOptimizer
 from .optim.deferral import defer_unscaling
+from .optim.kept import in_place_of, kept_of
+from .optim.rule import rule_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -70,13 +72,14 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         if self._goes_torchs_way(optimizer):  # before a look at gradients, which would multiply them
             return super().step(optimizer, *args, **kwargs)
-        if optimizer._step_sparse is not None and sparse.has_any(optimizer.param_groups):
+        if rule_of(type(optimizer)).step_sparse is not None and sparse.has_any(optimizer.param_groups):
             return super().step(optimizer, *args, **kwargs)
-        optimizer._announce_scaling(by_our_scaler=True)
+        kept = kept_of(optimizer)
+        kept.our_scaler_steps = True
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer._announce_scaling()
+            kept.our_scaler_steps = False
 
     def _goes_torchs_way(self, optimizer: FusedOptimizer) -> bool:
         """Returns whether step() goes torch's way, with unscale_() and a search before optimizer.step().
@@ -84,7 +87,7 @@ class GradScaler(torch.amp.GradScaler):
         That takes no pass more on the CPU, and hooks on steps see what they see under torch. On CUDA it waits for the
         device.
         """
-        if not self._enabled or self._scale is None or optimizer.in_backward is not None:
+        if not self._enabled or self._scale is None or kept_of(optimizer).in_backward is not None:
             return False
         return self._scale.device.type == "cpu" or type(self) in in_place_of
 
@@ -111,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         if not (isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling):
             return super()._check_inf_per_device(optimizer)
         devices = (param.device for group in optimizer.param_groups for param in group["params"])
-        found = optimizer._overflow_flag = torch.zeros((), device=next(devices, torch.device("cpu")))
+        found = kept_of(optimizer).overflow_flag = torch.zeros((), device=next(devices, torch.device("cpu")))
         per_device: dict[Any, Any] = {found.device: found}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = per_device
         return per_device

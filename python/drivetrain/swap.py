@@ -12,7 +12,7 @@ import torch
 from drivetrain import amp as _amp
 from drivetrain import optim as _optim
 from drivetrain.ddp import distributed as _ddp
-from drivetrain.optim import base as _base
+from drivetrain.optim import kept as _kept
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     _check_defaults(ddp_defaults)
     _ddp.defaults.update(ddp_defaults)
     if optim:
-        _base.in_place_of.update(
+        _kept.in_place_of.update(
             {
                 swap.ours: swap.original
                 for swap in _OPTIMIZER_SWAPS
@@ -133,7 +133,7 @@ def uninstall() -> None:
         if holder.module_name.partition(".")[0] == "torch":
             holder.namespace[holder.alias] = swap.original
     _rebound.clear()
-    _base.in_place_of.clear()
+    _kept.in_place_of.clear()
     _ddp.defaults.clear()
 
 

@@ -18,14 +18,11 @@ ENGINES = ("drivetrain", "install")
 def engine(name: str) -> Iterator[Any]:
     """Yields the module from which a script takes optimizers: drivetrain.optim, or torch.optim with its classes or
     ours."""
-    if name == "drivetrain":
-        yield drivetrain.optim
-        return
     before = list(left_to_torch.constructed)
     if name == "install":
         drivetrain.install(optim=True)
     try:
-        yield torch.optim
+        yield drivetrain.optim if name == "drivetrain" else torch.optim
     finally:
         if name == "install":
             drivetrain.uninstall()

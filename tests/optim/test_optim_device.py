@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain import _C, optim
+from drivetrain.optim.engine import Engine
+from drivetrain.optim.rule import rule_of
 from optim_cases import CASES, cases
 from precision_cases import PRECISIONS
 
@@ -69,7 +71,7 @@ def test_states_are_made_and_converted_without_a_wait(
     def complete() -> None:
         with NoWaiting(), torch.no_grad():
             lacking = [(param, group, "parameter") for param in params]
-            optimizer._complete_states(lacking, optimizer._rule(group), optimizer.state, [])
+            Engine(optimizer).complete_states(lacking, rule_of(type(optimizer)).name_of(group), optimizer.state, [])
 
     complete()
     for param in params:
@@ -134,8 +136,8 @@ def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
         written: list[Any] = []
         group = optimizer.param_groups[0]
         with torch.no_grad():
-            optimizer._complete_states(
-                [(p, group, "p") for p in params], optimizer._rule(group), optimizer.state, written
+            Engine(optimizer).complete_states(
+                [(p, group, "p") for p in params], rule_of(type(optimizer)).name_of(group), optimizer.state, written
             )
         initials = {"sum": options.get("initial_accumulator_value", 0.0), "step_size": 0.25}
         scalars = {"step": 0, "mu_product": 1, "eta": 0.25, "mu": 1, "weight_sum": 0, "lr_max": 0}

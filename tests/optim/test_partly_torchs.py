@@ -307,7 +307,10 @@ def test_what_torchs_class_lacks_is_refused_afterwards() -> None:
     with pytest.raises(NotImplementedError, match=r"step_in_backward\(\) steps no parameter by torch's own SGD"):
         optimizer.step_in_backward(model)
     before = [param.detach().clone() for param in params]
-    optimizer.max_grad_norm = 1.0
-    with pytest.raises(NotImplementedError, match=r"SGD takes torch's steps for 2 parameters, .*max_grad_norm"):
-        optimizer.step()
+    optimizer.zero_grad()
+    with (
+        pytest.raises(NotImplementedError, match=r"SGD takes torch's steps for 2 parameters, .*max_grad_norm"),
+        drivetrain.accumulate(model, optimizer, steps=1, max_grad_norm=1.0) as window,
+    ):
+        window.backward(torch.stack([param.sum() for param in params]).sum())
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))

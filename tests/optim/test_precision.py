@@ -15,6 +15,7 @@ from torch import Tensor
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
 from drivetrain.optim.precision import EXTRA_NAMES, SCALAR_NAMES
+from drivetrain.optim.rule import rule_of
 from drivetrain.plan.formats import kept_32_bits, state_bytes
 from drivetrain.plan.trace import ParameterInfo
 from effort import rounds
@@ -266,16 +267,16 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
         optimizer.step()
         if step == 0:  # A step also stores the initial states.
             for param, other in zip(params, own, strict=True):
-                (group,) = reference.param_groups
-                for name, kind in _C.optim_states(reference._rule(group)):
+                (group,), rule = reference.param_groups, rule_of(type(reference))
+                for name, kind in _C.optim_states(rule.name_of(group)):
                     if _C.optim_state_shape(param, kind) is None:
                         continue
                     if name in reference.state[other]:
                         values = reference.state[other][name].to(dtype)  # torch's constructor makes it in this dtype.
-                    elif reference._starts_as_parameter(name):
+                    elif name == rule.copies:
                         values = other.detach()
-                    elif reference._initial_value(group, name) != 0:
-                        values = torch.full_like(other, reference._initial_value(group, name)).detach()
+                    elif rule.initial(group, name) != 0:
+                        values = torch.full_like(other, rule.initial(group, name)).detach()
                     else:
                         continue
                     reference.state[other].setdefault("step", torch.zeros(()))

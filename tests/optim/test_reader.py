@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drivetrain import optim
 from drivetrain.optim.base import FusedOptimizer
+from drivetrain.optim.kept import kept_of
 
 COUNT = 200  # parameters: more than one thread's share
 CHANGED = COUNT - 3  # the parameter that most changes concern
@@ -146,9 +147,9 @@ def a_scale_for_one_step(optimizer: FusedOptimizer, params: list[nn.Parameter]) 
 
 
 def loaded(optimizer: FusedOptimizer, _: list[nn.Parameter]) -> None:
-    reader = optimizer._reader
+    reader = kept_of(optimizer).reader
     optimizer.load_state_dict(optimizer.state_dict())
-    optimizer._reader = reader  # It must notice the new states itself.
+    kept_of(optimizer).reader = reader  # It must notice the new states itself.
 
 
 CHANGES: list[Change] = [
@@ -192,7 +193,7 @@ class Run:
     def step(self, seed: int) -> None:
         fill(self.params, seed)
         if self.reads_all:
-            self.optimizer._reader = None
+            kept_of(self.optimizer).reader = None
         self.optimizer.step()
 
     def values(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from ..ddp.accumulate import Window
 from ..optim import pieces, precision
 from ..optim.base import FusedOptimizer
+from ..optim.kept import kept_of
 from ..optim.sharded import is_dtensor, local_part, state_placements
 from ..wrapped import unwrapped
 from . import rng, shards
@@ -399,7 +400,7 @@ def _has_unreduced_gradient(param: Any) -> bool:
 
 def changes_in_step_only(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether parameters and states change only in `step()`, whose hooks run before it."""
-    if isinstance(optimizer, FusedOptimizer) and optimizer.in_backward is not None:
+    if isinstance(optimizer, FusedOptimizer) and kept_of(optimizer).in_backward is not None:
         return False
     # Others may swap or average parameters between steps. A replay of a CUDA graph calls no hook.
     is_known = isinstance(optimizer, FusedOptimizer) or type(optimizer).__module__.startswith("torch.optim.")

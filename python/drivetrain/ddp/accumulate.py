@@ -14,6 +14,7 @@ from ..optim.arguments import check_max_grad_norm
 from ..optim.base import FusedOptimizer
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.in_backward import StepInBackward
+from ..optim.kept import kept_of
 from ..reducing_wrapper import wrapper_in
 from ..wrapped import unwrapped
 from . import hang_reports
@@ -370,7 +371,7 @@ class Window:
             self._scheduler.step()
             self._scheduler_steps = self._count_scheduler_steps()
         for optimizer in self._optimizers:
-            if not getattr(optimizer, "zero_grads_in_step", False):
+            if not (isinstance(optimizer, FusedOptimizer) and kept_of(optimizer).zero_grads_in_step):
                 optimizer.zero_grad()
         stepped = {id(param) for param in self._params()}
         for param in self._reduced_params():
@@ -382,18 +383,19 @@ class Window:
         first = self._optimizers[0]
         if len(self._optimizers) > 1 or not isinstance(first, FusedOptimizer):
             return None
-        return first if first._can_scale_in_step else None
+        return first if kept_of(first).can_scale_in_step else None
 
     def _step_fused(self, optimizer: FusedOptimizer, divisor: float) -> None:
-        norm_before, scale_before = optimizer.max_grad_norm, getattr(optimizer, "grad_scale", None)
+        kept = kept_of(optimizer)
+        norm_before, scale_before = kept.max_grad_norm, getattr(optimizer, "grad_scale", None)
         if self._max_grad_norm is not None:
-            optimizer.max_grad_norm = self._max_grad_norm
+            kept.max_grad_norm = self._max_grad_norm
         if divisor != 1.0:
             optimizer.grad_scale = divisor if scale_before is None else scale_before * divisor
         try:
             self._step_one(optimizer)
         finally:
-            optimizer.max_grad_norm = norm_before
+            kept.max_grad_norm = norm_before
             if scale_before is not None:
                 optimizer.grad_scale = scale_before
             elif hasattr(optimizer, "grad_scale"):
@@ -431,7 +433,7 @@ class Window:
 
     def _check_in_backward(self) -> None:
         """Finds the optimizers that step in backward."""
-        found = [one.in_backward for one in self._optimizers if isinstance(one, FusedOptimizer)]
+        found = [kept_of(one).in_backward for one in self._optimizers if isinstance(one, FusedOptimizer)]
         self._in_backward = [steps for steps in found if steps is not None]
         if self._in_backward and not (self._ddp is None and self._scaler is None and self._max_grad_norm is None):
             raise NotImplementedError(

@@ -1,15 +1,15 @@
 """Adadelta: torch's class with the native step."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
 
 
+@follows(Rule("adadelta", ("rho", "eps", "weight_decay", "maximize")))
 class Adadelta(FusedOptimizer, torch.optim.Adadelta):
     """Adadelta: torch.optim.Adadelta with a native step over all parameters.
 
@@ -78,9 +78,3 @@ class Adadelta(FusedOptimizer, torch.optim.Adadelta):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "adadelta"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return hypers(group, "rho", "eps", "weight_decay", "maximize")

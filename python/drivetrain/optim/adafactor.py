@@ -7,11 +7,37 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import sharded
-from .base import FusedOptimizer, learning_rate
+from .base import FusedOptimizer
 from .mesh_sums import smallest_part
 from .precision import StateBits
+from .rule import Rule, follows, learning_rate
 
 
+def _gathers(param: Any, group: dict[str, Any]) -> bool:
+    # A rank without rows or columns of a matrix could not keep the other ranks' states.
+    if param.ndim < 2:
+        return False
+    sizes = [[param.device_mesh.size(at) for at in sharded.dims_that_split(param, dim)] for dim in (-2, -1)]
+    return any(smallest_part(n, parts) == 0 for n, parts in zip(param.shape[-2:], sizes, strict=True))
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+    eps1, eps2 = group["eps"]
+    if eps1 is None:
+        dtypes = [param.dtype for param in group["params"] if param.is_floating_point() or param.is_complex()]
+        eps1 = torch.finfo(dtypes[0] if dtypes else torch.float32).eps
+    return {
+        "lr": learning_rate(group),
+        "beta2_decay": group["beta2_decay"],
+        "eps1": eps1,
+        "eps2": eps2,
+        "d": group["d"],
+        "weight_decay": group["weight_decay"],
+        "maximize": group["maximize"],
+    }
+
+
+@follows(Rule("adafactor", _numbers, gathers=_gathers))
 class Adafactor(FusedOptimizer, torch.optim.Adafactor):
     """Adafactor: torch.optim.Adafactor with a native step over all parameters.
 
@@ -89,28 +115,3 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _gathers(self, param: Any, group: dict[str, Any]) -> bool:
-        # A rank without rows or columns of a matrix could not keep the other ranks' states.
-        if param.ndim < 2:
-            return False
-        sizes = [[param.device_mesh.size(at) for at in sharded.dims_that_split(param, dim)] for dim in (-2, -1)]
-        return any(smallest_part(n, parts) == 0 for n, parts in zip(param.shape[-2:], sizes, strict=True))
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "adafactor"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        eps1, eps2 = group["eps"]
-        if eps1 is None:
-            dtypes = [param.dtype for param in group["params"] if param.is_floating_point() or param.is_complex()]
-            eps1 = torch.finfo(dtypes[0] if dtypes else torch.float32).eps
-        return {
-            "lr": learning_rate(group),
-            "beta2_decay": group["beta2_decay"],
-            "eps1": eps1,
-            "eps2": eps2,
-            "d": group["d"],
-            "weight_decay": group["weight_decay"],
-            "maximize": group["maximize"],
-        }

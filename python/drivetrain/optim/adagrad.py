@@ -7,10 +7,31 @@ from torch import Tensor
 from torch.optim.adagrad import adagrad
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
 
 
+def _initial(group: dict[str, Any], name: str) -> float:
+    return float(group["initial_accumulator_value"])  # as in torch, both parts of complex parameters
+
+
+def _step_sparse(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> None:
+    grads = [param.grad for param in params if param.grad is not None]
+    sums, steps = ([optimizer.state[param][name] for param in params] for name in ("sum", "step"))
+    names = ("lr", "weight_decay", "lr_decay", "eps", "maximize")
+    options = {name: group[name] for name in names}
+    adagrad(params, grads, sums, steps, has_sparse_grad=True, foreach=False, **options)
+
+
+@follows(
+    Rule(
+        "adagrad",
+        ("lr_decay", "weight_decay", "eps", "maximize"),
+        initial=_initial,
+        step_sparse=_step_sparse,
+    )
+)
 class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     """Adagrad: torch.optim.Adagrad with a native step over all parameters.
 
@@ -82,19 +103,3 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _step_sparse(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        sums, steps = ([self.state[param][name] for param in params] for name in ("sum", "step"))
-        names = ("lr", "weight_decay", "lr_decay", "eps", "maximize")
-        options = {name: group[name] for name in names}
-        adagrad(params, grads, sums, steps, has_sparse_grad=True, foreach=False, **options)
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "adagrad"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return hypers(group, "lr_decay", "weight_decay", "eps", "maximize")
-
-    def _initial_value(self, group: dict[str, Any], name: str) -> float:
-        return float(group["initial_accumulator_value"])  # as in torch, both parts of complex parameters

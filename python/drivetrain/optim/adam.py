@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
+
+NUMBERS = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 
 
-def adam_hypers(group: dict[str, Any]) -> dict[str, float | Tensor]:
-    """Returns a group's numbers by the names that Adam's rule reads."""
-    return hypers(group, "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+def adam_name(group: dict[str, Any]) -> str:
+    """Returns the native rule of a group of Adam's."""
+    return "adam_amsgrad" if group["amsgrad"] else "adam"
 
 
+@follows(Rule(adam_name, NUMBERS))
 class Adam(FusedOptimizer, torch.optim.Adam):
     """Adam: torch.optim.Adam with a native step over all parameters.
 
@@ -93,13 +97,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
             rounding=rounding,
         )
 
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "adam_amsgrad" if group["amsgrad"] else "adam"
 
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return adam_hypers(group)
-
-
+@follows(Rule(adam_name, NUMBERS))
 class AdamW(Adam, torch.optim.AdamW):
     """AdamW: torch.optim.AdamW with a native step over all parameters.
 

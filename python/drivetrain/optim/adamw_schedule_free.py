@@ -9,10 +9,20 @@ from torch.optim.optimizer import ParamsT
 from .. import _C
 from . import pieces, precision, sharded
 from .arguments import check_arguments
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows, hypers
 
 
+def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+    if group["betas"][0] == 0:
+        raise ValueError("betas[0] is 0, expected a number above 0 and below 1: the average follows from it")
+    if not group["train_mode"]:
+        raise RuntimeError("the optimizer is in evaluation mode: call its train() before it steps")
+    return hypers(group, "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power", "maximize")
+
+
+@follows(Rule("adamw_schedule_free", _numbers, copies="z", scalar_dtype=torch.float64))
 class AdamWScheduleFree(FusedOptimizer):
     """Schedule-free AdamW: averages iterates in place of a learning rate schedule.
 
@@ -49,8 +59,6 @@ class AdamWScheduleFree(FusedOptimizer):
         RuntimeError: A step comes after `eval()` without `train()`.
         ValueError: A hyper-parameter is out of range, or `betas[0]` is 0.
     """
-
-    _scalar_dtype = torch.float64
 
     def __init__(
         self,
@@ -132,16 +140,3 @@ class AdamWScheduleFree(FusedOptimizer):
             local.copy_(moved)
         else:
             state[extra[0]].copy_(_C.optim_store_param(local, moved, extra[1]))
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "adamw_schedule_free"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        if group["betas"][0] == 0:
-            raise ValueError("betas[0] is 0, expected a number above 0 and below 1: the average follows from it")
-        if not group["train_mode"]:
-            raise RuntimeError("the optimizer is in evaluation mode: call its train() before it steps")
-        return hypers(group, "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power", "maximize")
-
-    def _starts_as_parameter(self, name: str) -> bool:
-        return name == "z"

@@ -6,10 +6,17 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .arguments import check_arguments
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows, hypers
 
 
+def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+    numbers = hypers(group, "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+    return {**numbers, "clips": group["clip"]}
+
+
+@follows(Rule("adopt", _numbers))
 class ADOPT(FusedOptimizer):
     """ADOPT: Adam that divides by the second moment of earlier steps, so that it converges with any `betas[1]`.
 
@@ -79,10 +86,3 @@ class ADOPT(FusedOptimizer):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "adopt"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        numbers = hypers(group, "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
-        return {**numbers, "clips": group["clip"]}

@@ -6,10 +6,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows, hypers
 
 
+def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+    return {**hypers(group, "lambd", "t0", "weight_decay", "maximize"), "average_decay": group["alpha"]}
+
+
+def _initial(group: dict[str, Any], name: str) -> float:
+    return {"eta": float(group["lr"]), "mu": 1.0}.get(name, 0.0)
+
+
+@follows(Rule("asgd", _numbers, initial=_initial))
 class ASGD(FusedOptimizer, torch.optim.ASGD):
     """ASGD: torch.optim.ASGD with a native step over all parameters.
 
@@ -82,12 +92,3 @@ class ASGD(FusedOptimizer, torch.optim.ASGD):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "asgd"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return {**hypers(group, "lambd", "t0", "weight_decay", "maximize"), "average_decay": group["alpha"]}
-
-    def _initial_value(self, group: dict[str, Any], name: str) -> float:
-        return {"eta": float(group["lr"]), "mu": 1.0}.get(name, 0.0)

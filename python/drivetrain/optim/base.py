@@ -1,7 +1,5 @@
 """The base of every optimizer here: torch's Optimizer contract around one native step."""
 
-import time
-import warnings
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -11,16 +9,14 @@ from torch._compile import _disable_dynamo
 
 from .. import _C
 from . import pieces, precision
-from .in_backward import WHY_NOT_CLIPPED, StepInBackward
-from .left_to_torch import LeftToTorch, constructed, in_place_of
-from .native_step import hypers, learning_rate
-from .report import Counts, Report, report_of
-from .sharded_step import Measured
-
-__all__ = ["FusedOptimizer", "hypers", "in_place_of", "learning_rate"]
+from .arguments import check_max_grad_norm
+from .engine import Engine
+from .in_backward import StepInBackward
+from .kept import NAME, Kept, extra, kept_of, option, stands_for_torchs
+from .report import Report, report_of
 
 
-class FusedOptimizer(LeftToTorch):
+class FusedOptimizer(torch.optim.Optimizer):
     """Replaces the step of a torch.optim class and keeps its constructor, state and checks.
 
     Place it before the torch.optim class among the bases. Every class takes keyword arguments beside torch's.
@@ -78,7 +74,9 @@ class FusedOptimizer(LeftToTorch):
     csrc/optim/rules/ has the arithmetic, and csrc/optim/rules.h the names of each rule's states.
     """
 
-    steps_pieces = True  # pieces.py leaves the step alone
+    # A GradScaler sets these around a step and deletes them after it.
+    grad_scale: float | Tensor
+    found_inf: float | Tensor
 
     def __init__(
         self,
@@ -89,12 +87,13 @@ class FusedOptimizer(LeftToTorch):
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
+        fallback: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._is_in_constructor = True
-        self.max_grad_norm = max_grad_norm
-        self.zero_grads_in_step = zero_grads_in_step
-        self._counts = Counts()
+        kept = self.__dict__[NAME] = Kept()
+        kept.is_in_constructor = True
+        check_max_grad_norm(max_grad_norm)
+        kept.max_grad_norm, kept.zero_grads_in_step = max_grad_norm, zero_grads_in_step
         asked = {
             "state_bits": state_bits,
             "master_bits": master_bits,
@@ -103,21 +102,18 @@ class FusedOptimizer(LeftToTorch):
         }
         precision.check(asked)
         # Groups without such options keep torch's keys only.
-        self._precision = {option: value for option, value in asked.items() if value != precision.DEFAULTS[option]}
-        self._refuse_unsupported(kwargs)
-        super().__init__(*args, **kwargs)
-        self._leave_what_groups_refused()
-        if type(self) in in_place_of.values():  # see _stay_torchs
-            return
-        self._is_in_constructor = False
-        self._place_step_counters()
-        self._find_devices()
-        constructed.append(self._description())
-
-    def _description(self) -> str:
-        count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
-        groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
-        return f"{type(self).__name__} ({count} parameters in {groups})"
+        kept.formats = {name: value for name, value in asked.items() if value != precision.DEFAULTS[name]}
+        is_asked = max_grad_norm is not None or zero_grads_in_step or bool(kept.formats)
+        kept.has_options = is_asked or not stands_for_torchs(type(self))
+        kept.fallback = fallback
+        engine = Engine(self)
+        engine.refuse_unsupported(kwargs)
+        if len(args) == 2 and isinstance(args[1], dict):  # a subclass calls the base of torch's class: super(SGD, self)
+            torch.optim.Optimizer.__init__(self, *args, **kwargs)
+        else:
+            super().__init__(*args, **kwargs)
+        if engine.constructed():
+            self.__dict__.pop("_step_supports_amp_scaling", None)  # torch's fused classes set it
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -147,12 +143,8 @@ class FusedOptimizer(LeftToTorch):
                 "drivetrain's optimizers step outside of compiled graphs: call step() outside of the function that "
                 "torch.compile(fullgraph=True) compiles, or leave fullgraph out."
             )
-            return self._step_outside_the_graph(closure)
-        return self._step(closure)
-
-    @_disable_dynamo
-    def _step_outside_the_graph(self, closure: Callable[[], float] | None) -> float | None:
-        return self._step(closure)
+            return _step_outside_the_graph(self, closure)
+        return Engine(self).step(closure)
 
     def step_in_backward(
         self, model: nn.Module, *, clip_by_previous_norm: float | None = None, bucket_cap_mb: float = 25.0
@@ -196,83 +188,7 @@ class FusedOptimizer(LeftToTorch):
             RuntimeError: step_in_backward() is active already, or a DistributedDataParallel outside the model reduces
             some of the parameters. If that wraps them later, backward raises.
         """
-        if self._steps_as_torch or self._left_to_torch:
-            raise NotImplementedError(
-                f"step_in_backward() steps no parameter by torch's own {self._torchs_base().__name__}, and this "
-                "optimizer leaves some to it: call step() after backward."
-            )
-        if self.in_backward is not None:
-            raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
-        if self.max_grad_norm is not None:
-            raise NotImplementedError(f"max_grad_norm is {self.max_grad_norm}, but {WHY_NOT_CLIPPED}")
-        if clip_by_previous_norm is not None and not clip_by_previous_norm > 0:
-            raise ValueError(f"clip_by_previous_norm is {clip_by_previous_norm}, expected a number above 0, or None")
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, expected a number above 0")
-        self.in_backward = StepInBackward(self, model, clip_by_previous_norm, bucket_cap_mb)
-        return self.in_backward
-
-    def _step(self, closure: Callable[[], float] | None) -> float | None:
-        overflow_flag, self._overflow_flag = self._overflow_flag, None
-        if self.in_backward is not None and (overflow_flag is not None or hasattr(self, "found_inf")):
-            raise RuntimeError(
-                f"drivetrain.optim.{type(self).__name__}: GradScaler cannot be used with step_in_backward(): it must "
-                "check all gradients before any update. Train in bfloat16 without a scaler, or call step() after "
-                "backward."
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._reader is None:  # Copied and unpickled optimizers have no reader.
-            self._reader = _C.StepReader()
-            self._reader.leave_out(self._left_to_torch)
-        if self._steps_as_torch:
-            self._step_as_torch(self._params(), overflow_flag)
-            return loss
-        begin, refusal = time.perf_counter(), None
-        if not self._left_to_torch:
-            try:
-                result, swapped = self._step_natively(self._reader, overflow_flag)
-            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # Nothing has changed.
-                if self._torchs_class() is None:
-                    raise
-                refusal = error
-        if self._left_to_torch or refusal is not None:
-            num_states = len(self.state)
-            self._step_left(self._reader, refusal, overflow_flag)
-            if self._steps_as_torch:
-                return loss
-            overflow_flag = None
-            result, swapped = self._step_natively(self._reader, overflow_flag)
-            self._order_states(num_states)
-        if swapped is not None:
-            if self.zero_grads_in_step:
-                swapped.zero_gradients()
-            swapped.gather()
-        self._result = result
-        # Copied and unpickled optimizers have no counts.
-        counts: Counts = self.__dict__.setdefault("_counts", Counts())
-        seconds = time.perf_counter() - begin
-        if result.is_on_device:  # Reading the result would wait for the device.
-            counts.add(None, None, False, seconds)
-            return loss
-        counts.add(result.grad_norm, self.max_grad_norm, result.skipped, seconds)
-        if overflow_flag is not None:
-            overflow_flag.fill_(float(result.skipped))
-        if result.skipped and getattr(self, "found_inf", None) is None:
-            warnings.warn(
-                f"drivetrain.optim.{type(self).__name__}: the norm of the gradients is {result.grad_norm}; the step "
-                "was left out, parameters and state are as before (later ones: see last_step_skipped).",
-                stacklevel=3,
-            )
-        return loss
-
-    def _step_natively(
-        self, reader: _C.StepReader, overflow_flag: Tensor | None
-    ) -> tuple[_C.StepResult | Measured, pieces.Swapped | None]:
-        with pieces.in_place(self, with_gradients=True) as swapped:
-            return self._step_all(reader, self._options(overflow_flag)), swapped
+        return Engine(self).step_in_backward(model, clip_by_previous_norm, bucket_cap_mb)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does, and rejects the options that the constructor rejects.
@@ -285,19 +201,83 @@ class FusedOptimizer(LeftToTorch):
 
         After an error the optimizer has the groups that it had before.
         """
-        if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")  # torch's words
-        self._refuse_unsupported(param_group)
-        for option, value in self._precision.items():
-            param_group.setdefault(option, value)
-        precision.check(param_group)
-        super().add_param_group(param_group)
-        refused = self._refused_in(len(self.param_groups) - 1)
-        if refused and self._torchs_class() is None:
-            self.param_groups.pop()
-            raise refused[0][1]
-        self._note_refused(refused)
-        self._find_devices()
+        Engine(self).add_group(super().add_param_group, param_group)
+
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients as torch does. It drops factors that gradients still wait for (deferral.py).
+
+        Args:
+            set_to_none: Sets gradients to None instead of zeros.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not _C.drop_deferred(params, zeroes=not set_to_none) or set_to_none:
+            super().zero_grad(set_to_none)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {NAME: kept_of(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Accepts torch's state, whichever of its implementations wrote it, and moves step counters to their device."""
+        super().__setstate__(state)
+        Engine(self).restore()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict as torch does, but every state keeps the dtype in which it was saved.
+
+        The next step converts states to the storage format that their group asks for, for example to 8 bits with
+        state_bits=8. As in torch, the group's options are the saved ones.
+
+        Raises:
+            ValueError: The groups do not fit, as in torch, or a saved group has an option out of range. The state
+            belongs to another optimizer or to a newer version of drivetrain.
+
+            After an error the optimizer has the groups and states that it had before.
+        """
+
+        Engine(self).load(super().load_state_dict, state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state dict as torch does; groups with drivetrain's options also hold the version of its formats.
+
+        8-bit states of DTensors are float32 DTensors in it, because their blocks belong to one rank's part and another
+        number of ranks has other parts. After loading, the next step converts them to 8 bits again, to the same codes
+        where the parts are the same.
+        """
+        return Engine(self).save(super().state_dict)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Returns state_dict() in torch's own layout, for training to continue with torch's class.
+
+        Compressed states become float32 tensors, and drivetrain's own entries are left out. Step counters and scalars
+        move to the CPU unless the group sets `fused` or `capturable`. load_state_dict() loads it back. torch's state
+        has no place for the bits of a master beyond the parameter's; float32_value() returns them.
+        """
+        return Engine(self).torch_state_dict()
+
+    def float32_value(self, param: Tensor) -> Tensor:
+        """Returns a parameter's value as a new float32 tensor of its shape.
+
+        Includes the bits of its master, remainder or compensation, if the optimizer keeps one.
+
+        Raises:
+            KeyError: The parameter is not this optimizer's.
+        """
+        return Engine(self).float32_value(param)
+
+    def float32_state(self, param: Tensor) -> dict[str, Any]:
+        """Returns a new dict with a parameter's state, in which 8-bit entries are float32 tensors of its shape.
+
+        Code that appends, cuts or permutes a parameter's rows may edit the tensors of its shape, and keep the dict as
+        `optimizer.state[param]`. The next step converts it to the group's storage format. Other entries are as in the
+        state: counters, and the `param_remainder`, `param_compensation` or `param_master` of a 16-bit parameter, which
+        has the parameter's shape. The dict is empty before the parameter's first step.
+
+        Raises:
+            KeyError: The parameter is not this optimizer's.
+            TypeError: An entry for 8-bit codes holds something else.
+        """
+        return Engine(self).float32_state(param)
 
     def report(self) -> Report:
         """Reports memory per parameter, bytes moved by a step, rounding losses, and clipped and skipped steps.
@@ -307,4 +287,47 @@ class FusedOptimizer(LeftToTorch):
         16-bit parameters, one at a time. Measuring the memory bandwidth takes a few hundred milliseconds.
         """
         with pieces.in_place(self, with_gradients=True):
-            return report_of(self, self.__dict__.get("_counts", Counts()))
+            return report_of(Engine(self))
+
+    @option
+    def max_grad_norm(self) -> float | None:
+        """The norm that gradients are clipped to, or None for no clipping."""
+        return kept_of(self).max_grad_norm
+
+    @option
+    def zero_grads_in_step(self) -> bool:
+        """True if the step leaves zeros in every `.grad`."""
+        return kept_of(self).zero_grads_in_step
+
+    @extra
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the last step's gradients, unscaled and before clipping. None if the step did not need it.
+
+        Reading it on CUDA waits for the device; after the replay of a captured step it is the replay's norm.
+        """
+        result = kept_of(self).result
+        return None if result is None else result.grad_norm
+
+    @extra
+    def last_step_skipped(self) -> bool:
+        """True if the last step() changed nothing because a gradient was not finite.
+
+        Reading it on CUDA waits for the device; after the replay of a captured step it describes the replay.
+        """
+        result = kept_of(self).result
+        return result is not None and result.skipped
+
+    @extra
+    def in_backward(self) -> StepInBackward | None:
+        """The result of step_in_backward(), until it is removed."""
+        return kept_of(self).in_backward
+
+    @extra
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by torch's GradScaler and by frameworks, as of torch's fused classes."""
+        return Engine(self).announces_scaling
+
+
+@_disable_dynamo
+def _step_outside_the_graph(optimizer: FusedOptimizer, closure: Callable[[], float] | None) -> float | None:
+    return Engine(optimizer).step(closure)

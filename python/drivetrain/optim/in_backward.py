@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..reducing_wrapper import wrapper_in
+from .kept import kept_of
 from .pieces import piece_of
 from .sharded import is_dtensor
 from .squares import local_sum_of_squares
@@ -122,9 +123,10 @@ class StepInBackward:
     def remove(self) -> None:
         """Ends stepping in backward. Under DistributedDataParallel every rank must call it. A second call has no
         effect."""
-        if self._optimizer.in_backward is not self:
+        kept = kept_of(self._optimizer)
+        if kept.in_backward is not self:
             return
-        self._optimizer.in_backward = None
+        kept.in_backward = None
         if self._ddp is not None:
             self._ddp.reducer.remove_on_reduced(self._on_reduced)
         for handle in self._handles:
@@ -184,6 +186,8 @@ class StepInBackward:
 
     def _step(self, params: Sequence[Tensor]) -> None:
         """Steps parameters that have gradients, and frees the gradients."""
+        from .engine import Engine  # it imports this module
+
         groups = []
         left = {id(param): param for param in params}
         for group in self._optimizer.param_groups:
@@ -196,11 +200,12 @@ class StepInBackward:
         grad_scale = self.divisor if self._max_norm is None else self._clipping_scale(grads, self._max_norm)
         reader = self._readers.setdefault(id(params[0]), _C.StepReader())
         states_before = len(self._optimizer.state)
-        self._optimizer.step_groups(groups, reader, _C.StepOptions(grad_scale=grad_scale))
+        engine = Engine(self._optimizer)
+        engine.step_groups(groups, reader, _C.StepOptions(grad_scale=grad_scale))
         for param in params:
             param.grad = None
         del grads
-        if len(self._optimizer.state) > states_before and self._optimizer.is_on_cpu:
+        if len(self._optimizer.state) > states_before and engine.is_on_cpu:
             _C.return_freed_memory()  # The new states lie between freed gradients.
 
     def _clipping_scale(self, grads: list[Tensor], max_norm: float) -> float | Tensor:

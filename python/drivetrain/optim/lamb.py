@@ -1,15 +1,17 @@
 """LAMB, which torch lacks, with the interface of torch's classes."""
 
-from typing import Any
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .arguments import check_arguments
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
+
+_FLAGS = ("bias_correction", "grad_averaging", "always_adapt", "trust_clip", "maximize")
 
 
+@follows(Rule("lamb", ("betas", "eps", "weight_decay", *_FLAGS)))
 class LAMB(FusedOptimizer):
     """LAMB, for large batches: Adam's direction, with a step length relative to the parameter's norm.
 
@@ -95,10 +97,3 @@ class LAMB(FusedOptimizer):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "lamb"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        flags = ("bias_correction", "grad_averaging", "always_adapt", "trust_clip", "maximize")
-        return hypers(group, "betas", "eps", "weight_decay", *flags)

@@ -1,15 +1,15 @@
 """Lion, which torch lacks, with the interface of torch's classes."""
 
-from typing import Any
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .arguments import check_arguments
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
 
 
+@follows(Rule("lion", ("betas", "weight_decay", "maximize")))
 class Lion(FusedOptimizer):
     """Lion: steps of constant size along the sign of a momentum, with decoupled weight decay and half of Adam's state.
 
@@ -70,9 +70,3 @@ class Lion(FusedOptimizer):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "lion"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return hypers(group, "betas", "weight_decay", "maximize")

@@ -1,6 +1,7 @@
 """Muon: torch's class with the native step."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,12 +9,60 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import muon_fallback
-from .adam import adam_hypers
-from .base import FusedOptimizer, learning_rate
+from .adam import NUMBERS, adam_name
+from .base import FusedOptimizer
+from .engine import Engine
+from .kept import kept_of
 from .left_to_torch import constructed
 from .precision import StateBits
+from .rule import Rule, follows, hypers, learning_rate
 
 
+def _check(group: dict[str, Any]) -> None:
+    """Checks the options that torch's constructor does not check."""
+    steps, coefficients = group["ns_steps"], group["ns_coefficients"]
+    if not group["eps"] >= 0:
+        raise ValueError(f"eps is {group['eps']}, expected a number of 0 or more")
+    if not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(f"ns_steps is {steps!r}. Number of steps must be less than 100 for computational efficiency")
+    if len(coefficients) != 3 or not all(math.isfinite(value) for value in coefficients):
+        raise ValueError(f"ns_coefficients is {coefficients}. Coefficients must be a tuple of exactly 3 finite values")
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+
+
+def _gathers(param: Any, group: dict[str, Any]) -> bool:
+    return not group.get("fallback")
+
+
+def _also(group: dict[str, Any]) -> set[str]:
+    return {*muon_fallback.DEFAULTS} if group.get("fallback") else set()
+
+
+def _name(group: dict[str, Any]) -> str:
+    return adam_name(group) if group.get("fallback") else "muon"
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+    if group.get("fallback"):
+        return hypers({**group, "decoupled_weight_decay": True, "maximize": False}, *NUMBERS)
+    _check(group)
+    a, b, c = group["ns_coefficients"]
+    return {
+        "lr": learning_rate(group),
+        "weight_decay": group["weight_decay"],
+        "momentum": group["momentum"],
+        "nesterov": group["nesterov"],
+        "eps": group["eps"],
+        "ns_a": float(a),
+        "ns_b": float(b),
+        "ns_c": float(c),
+        "ns_steps": group["ns_steps"],
+        "match_rms_adamw": group["adjust_lr_fn"] == "match_rms_adamw",
+    }
+
+
+@follows(Rule(_name, _numbers, gathers=_gathers, also=_also))
 class Muon(FusedOptimizer, torch.optim.Muon):
     """Muon: torch.optim.Muon with a native step over all parameters.
 
@@ -63,8 +112,6 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         RuntimeError: A step has complex matrices or sparse gradients.
     """
 
-    _fallback: dict[str, Any] | None = None
-
     def __init__(
         self,
         params: ParamsT,
@@ -88,7 +135,6 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         others: list[dict[str, Any]] = []
         if fallback is not None:
             muon_fallback.check(fallback)
-            self._fallback = dict(fallback)
             # torch's constructor takes matrices only, so that the other groups come after it.
             parts = [muon_fallback.split(group, fallback) for group in muon_fallback.groups_of(params)]
             others = [other for _, other in parts if other is not None]
@@ -103,6 +149,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             eps=eps,
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
+            fallback=None if fallback is None else dict(fallback),
             max_grad_norm=max_grad_norm,
             zero_grads_in_step=zero_grads_in_step,
             state_bits=state_bits,
@@ -111,90 +158,44 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             rounding=rounding,
         )
         for group in others:
-            self._add_group(group)
+            self.add_param_group(group)
         if others:
-            constructed[-1] = self._description()
+            constructed[-1] = Engine(self).description()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as every class here does. Without `fallback` it rejects parameters that are not matrices.
 
         With `fallback` it may add two groups: the matrices, and the other parameters for AdamW.
         """
-        if self._fallback is None or not isinstance(param_group, dict) or "params" not in param_group:
-            self._add_group(param_group)
+        fallback = kept_of(self).fallback
+        if fallback is None or not isinstance(param_group, dict) or "params" not in param_group:
+            _add_group(self, super().add_param_group, param_group)
             return
         count = len(self.param_groups)
         try:
-            for part in muon_fallback.split(param_group, self._fallback):
+            for part in muon_fallback.split(param_group, fallback):
                 if part is not None:
-                    self._add_group(part)
+                    _add_group(self, super().add_param_group, part)
         except BaseException:
             del self.param_groups[count:]
             raise
 
-    def _add_group(self, param_group: dict[str, Any]) -> None:
-        if isinstance(param_group, dict):
-            if not param_group.get("fallback"):
-                _check(self.defaults | param_group)
-            elif self._fallback is None:
-                raise ValueError("a group has fallback=True, but Muon got no fallback: pass AdamW's options, or {}")
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group.get("fallback"):
-            return
-        for index, param in enumerate(group["params"]):
-            if param.ndim != 2:
-                name = group["param_names"][index] if "param_names" in group else index
-                del self.param_groups[-1]
-                raise ValueError(
-                    f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
-                    f"(parameter {name!r} of param_groups[{len(self.param_groups)}]): use AdamW for it"
-                )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_fallback": self._fallback}
-
-    def _torchs_class(self) -> type[torch.optim.Optimizer] | None:
-        return None if self._fallback is not None else super()._torchs_class()  # torch's class has no fallback.
-
-    def _gathers(self, param: Any, group: dict[str, Any]) -> bool:
-        return not group.get("fallback")
-
-    def _option_names(self, group: dict[str, Any]) -> set[str]:
-        return super()._option_names(group) | (muon_fallback.DEFAULTS.keys() if group.get("fallback") else set())
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        if group.get("fallback"):
-            return "adam_amsgrad" if group["amsgrad"] else "adam"
-        return "muon"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        if group.get("fallback"):
-            return adam_hypers({**group, "decoupled_weight_decay": True, "maximize": False})
-        _check(group)
-        a, b, c = group["ns_coefficients"]
-        return {
-            "lr": learning_rate(group),
-            "weight_decay": group["weight_decay"],
-            "momentum": group["momentum"],
-            "nesterov": group["nesterov"],
-            "eps": group["eps"],
-            "ns_a": float(a),
-            "ns_b": float(b),
-            "ns_c": float(c),
-            "ns_steps": group["ns_steps"],
-            "match_rms_adamw": group["adjust_lr_fn"] == "match_rms_adamw",
-        }
-
-
-def _check(group: dict[str, Any]) -> None:
-    """Checks the options that torch's constructor does not check."""
-    steps, coefficients = group["ns_steps"], group["ns_coefficients"]
-    if not group["eps"] >= 0:
-        raise ValueError(f"eps is {group['eps']}, expected a number of 0 or more")
-    if not isinstance(steps, int) or not 0 <= steps < 100:
-        raise ValueError(f"ns_steps is {steps!r}. Number of steps must be less than 100 for computational efficiency")
-    if len(coefficients) != 3 or not all(math.isfinite(value) for value in coefficients):
-        raise ValueError(f"ns_coefficients is {coefficients}. Coefficients must be a tuple of exactly 3 finite values")
-    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+def _add_group(optimizer: Any, torchs_add: Callable[[dict[str, Any]], None], param_group: dict[str, Any]) -> None:
+    if isinstance(param_group, dict):
+        if not param_group.get("fallback"):
+            _check(optimizer.defaults | param_group)
+        elif kept_of(optimizer).fallback is None:
+            raise ValueError("a group has fallback=True, but Muon got no fallback: pass AdamW's options, or {}")
+    torchs_add(param_group)
+    group = optimizer.param_groups[-1]
+    if group.get("fallback"):
+        return
+    for index, param in enumerate(group["params"]):
+        if param.ndim != 2:
+            name = group["param_names"][index] if "param_names" in group else index
+            del optimizer.param_groups[-1]
+            raise ValueError(
+                f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
+                f"(parameter {name!r} of param_groups[{len(optimizer.param_groups)}]): use AdamW for it"
+            )

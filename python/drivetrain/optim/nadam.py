@@ -6,10 +6,22 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
 
 
+def _initial(group: dict[str, Any], name: str) -> float:
+    return 1.0 if name == "mu_product" else 0.0
+
+
+@follows(
+    Rule(
+        "nadam",
+        ("betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize"),
+        initial=_initial,
+    )
+)
 class NAdam(FusedOptimizer, torch.optim.NAdam):
     """NAdam: torch.optim.NAdam with a native step over all parameters.
 
@@ -84,12 +96,3 @@ class NAdam(FusedOptimizer, torch.optim.NAdam):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "nadam"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return hypers(group, "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize")
-
-    def _initial_value(self, group: dict[str, Any], name: str) -> float:
-        return 1.0 if name == "mu_product" else 0.0

@@ -1,8 +1,7 @@
 """Runs the native step over parameter groups, and creates and converts the states that it needs."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from .. import _C
 from . import over_groups, precision, sharded, sharded_step, sparse
 from .grad_scaling import GradScaling
+from .kept import stands_for_torchs
 from .mesh_sums import MeshSums
 
 
@@ -23,45 +23,24 @@ class Replaced(NamedTuple):
 
 
 class NativeStep(GradScaling):
-    """Connects parameter groups and the native step.
+    """Connects parameter groups and the native step, which follows the class's rule."""
 
-    A subclass says which native rule a group follows (`_rule`) and which numbers that rule reads (`_hypers`).
-    """
+    def formats_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the group's options of precision.DEFAULTS.
 
-    _shards: sharded_step.Shards | None = None  # None until a parameter is a DTensor
-    _precision: Mapping[str, Any] = MappingProxyType({})  # the constructor's options of precision.DEFAULTS
-    _left_to_torch: Sequence[Tensor] = ()  # parameters that torch's class steps (left_to_torch.py)
-    _may_be_sparse: bool = False  # whether an earlier step found a sparse gradient
-    _scalar_dtype: torch.dtype | None = None  # of a rule's scalars; None takes the step counter's
-    # Steps parameters with sparse gradients, given their group. None where torch's class takes no such gradients.
-    _step_sparse: Callable[[dict[str, Any], list[Tensor]], None] | None = None
+        In an object that stands for torch's class, such keys are options if the constructor got options, or if the
+        group's state dict had them. Otherwise they are the script's own.
+        """
+        found = {name: group[name] for name in precision.DEFAULTS if name in group}
+        if not found or self.kept.formats or precision.VERSION_NAME in group:
+            return found
+        return {} if stands_for_torchs(type(self.optimizer)) else found
 
-    @property
-    def _ids_left(self) -> set[int]:
-        """The ids of the parameters that torch's class steps."""
-        return {id(param) for param in self._left_to_torch}
+    def precision_of(self, group: dict[str, Any]) -> _C.Precision:
+        """Converts the group's options for the native step."""
+        return precision.of(self.formats_of(group))
 
-    def _rule(self, group: dict[str, Any]) -> str:
-        """Returns the group's native rule by its name in csrc/optim/rules.h."""
-        raise NotImplementedError
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        """Returns the group's numbers by the names that the native rule reads. A learning rate on CUDA stays there."""
-        raise NotImplementedError
-
-    def _gathers(self, param: Any, group: dict[str, Any]) -> bool:
-        """Returns whether the rule gathers and steps the whole of a sharded DTensor instead of each rank's part."""
-        return False
-
-    def _initial_value(self, group: dict[str, Any], name: str) -> float:
-        """Returns the value that fills the state `name` before the first step."""
-        return 0.0
-
-    def _starts_as_parameter(self, name: str) -> bool:
-        """Returns whether the state `name` starts as a copy of the parameter instead of with the initial value."""
-        return False
-
-    def _complete_states(
+    def complete_states(
         self,
         params: Sequence[tuple[Tensor, dict[str, Any], str]],
         rule: str,
@@ -84,7 +63,7 @@ class NativeStep(GradScaling):
         """
         fresh = []
         conversions = _C.Conversions()
-        precisions = {id(group): precision.of(group) for _, group, _ in params}
+        precisions = {id(group): self.precision_of(group) for _, group, _ in params}
 
         def write(param: Tensor, entries: dict[str, Tensor | None]) -> None:
             state = states[param]
@@ -115,13 +94,13 @@ class NativeStep(GradScaling):
                 write(param, {"step": conversions.new_counter(counter_device(param), step_dtype)})
             for name in _C.optim_scalars(rule):
                 if states[param].get(name) is None:
-                    initial = self._initial_value(group, name)
-                    dtype = self._scalar_dtype or step_dtype
+                    initial = self.rule.initial(group, name)
+                    dtype = self.rule.scalar_dtype or step_dtype
                     write(param, {name: conversions.new_counter(counter_device(param), dtype, initial)})
         for name, kind in _C.optim_states(rule):
             for param, group, label in params:
                 state = states[param]
-                fill = None if self._starts_as_parameter(name) else self._initial_value(group, name)
+                fill = None if name == self.rule.copies else self.rule.initial(group, name)
                 entries = precision.state_as_asked(
                     state, name, kind, param, precisions[id(group)], label, fill, conversions
                 )
@@ -133,38 +112,38 @@ class NativeStep(GradScaling):
         conversions.run()
         return fresh
 
-    def _step_all(self, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult | sharded_step.Measured:
+    def step_all(self, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult | sharded_step.Measured:
         """Steps dense gradients natively, and sparse ones with torch's function where torch's class accepts them."""
-        if not self._may_be_sparse:
+        if not self.kept.may_be_sparse:
             try:
                 return self.step_groups(self.param_groups, reader, options)
             except RuntimeError:
                 # Nothing has changed. Checking every step for sparse gradients would take time for each parameter.
-                if self._step_sparse is None or not sparse.has_any(self.param_groups):
+                if self.rule.step_sparse is None or not sparse.has_any(self.param_groups):
                     raise
-                self._may_be_sparse = True
-        assert self._step_sparse is not None
+                self.kept.may_be_sparse = True
+        assert self.rule.step_sparse is not None
         dense_groups, sparse_groups = sparse.split(self.param_groups, sharded.label_of)
         is_any_sparse = any(group["params"] for group in sparse_groups)
-        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        scaled = any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         if is_any_sparse and (options.max_grad_norm is not None or options.check_finite or scaled):
             raise NotImplementedError(
-                f"drivetrain.optim.{type(self).__name__}: a gradient is sparse, which neither max_grad_norm nor an "
+                f"drivetrain.optim.{self.class_name}: a gradient is sparse, which neither max_grad_norm nor an "
                 "unscaling step supports: leave max_grad_norm and fused=True out, and use torch.amp.GradScaler."
             )
         result = self.step_groups(dense_groups, reader, options)
         with torch.no_grad():
             for group in sparse_groups:
                 if group["params"]:
-                    self._step_sparse(group, group["params"])
-                for param in group["params"] if self.zero_grads_in_step else []:
+                    self.rule.step_sparse(self.optimizer, group, group["params"])
+                for param in group["params"] if self.kept.zero_grads_in_step else []:
                     param.grad.zero_()
         return result
 
-    def _check_all(self, reader: _C.StepReader) -> None:
+    def check_all(self, reader: _C.StepReader) -> None:
         """Raises what a step would raise, and changes nothing: as a step after an overflow."""
         groups = self.param_groups
-        if self._step_sparse is not None and sparse.has_any(groups):
+        if self.rule.step_sparse is not None and sparse.has_any(groups):
             groups, _ = sparse.split(groups, sharded.label_of)
         self.step_groups(groups, reader, _C.StepOptions(found_inf=1.0))
 
@@ -188,15 +167,21 @@ class NativeStep(GradScaling):
             return self._step_plain(plain_groups, state, reader, step_options)
 
         needs_norm = options.max_grad_norm is not None or options.check_finite
-        if self._shards is None and needs_norm and over_groups.has_any(p for group in groups for p in group["params"]):
-            self._shards = sharded_step.Shards()  # the norm is one over ranks, as of DTensors
-        if self._shards is None:
-            result, _ = self._step_plain(groups, self.state, reader, options)
+        if (
+            self.kept.shards is None
+            and needs_norm
+            and over_groups.has_any(p for group in groups for p in group["params"])
+        ):
+            self.kept.shards = sharded_step.Shards()  # the norm is one over ranks, as of DTensors
+        if self.kept.shards is None:
+            result, _ = self._step_plain(groups, self.optimizer.state, reader, options)
             if not result.has_wrappers:
                 return result
-            self._shards = sharded_step.Shards()
-        sums = functools.partial(MeshSums, hypers=self._hypers)
-        return self._shards.step(groups, self.state, self._ids_left, options, self._gathers, sums, run)
+            self.kept.shards = sharded_step.Shards()
+        sums = functools.partial(MeshSums, hypers=self.rule.hypers)
+        return self.kept.shards.step(
+            groups, self.optimizer.state, self.kept.ids_left, options, self.rule.gathers, sums, run
+        )
 
     def _step_plain(
         self,
@@ -210,7 +195,7 @@ class NativeStep(GradScaling):
         Returns:
             The result, and whether states were created, converted or removed for it.
         """
-        asked = [self._asked_by(group, index) for index, group in enumerate(groups)]
+        asked = [self.asked_by(group, index) for index, group in enumerate(groups)]
         rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
 
         def run(fresh: list[Tensor]) -> _C.StepResult:
@@ -222,7 +207,7 @@ class NativeStep(GradScaling):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             _, _, label = result.missing[0]
             raise RuntimeError(
-                f"drivetrain.optim.{type(self).__name__}: {label} has no state yet, and every replay of a CUDA graph "
+                f"drivetrain.optim.{self.class_name}: {label} has no state yet, and every replay of a CUDA graph "
                 "would create it again: call step() once before the capture."
             )
         written: list[Replaced] = []
@@ -231,7 +216,7 @@ class NativeStep(GradScaling):
         try:
             for rule in dict.fromkeys(rules):
                 lacking = [(p, groups[i], label) for p, i, label in result.missing if rules[i] == rule]
-                fresh += self._complete_states(lacking, rule, state, written)
+                fresh += self.complete_states(lacking, rule, state, written)
             result = run(fresh)
             skipped = not result.is_on_device and result.skipped
         finally:
@@ -240,12 +225,12 @@ class NativeStep(GradScaling):
         assert not result.missing, "the step still lacks states after they were created"
         return result, not skipped
 
-    def _asked_by(self, group: dict[str, Any], index: int) -> tuple[str, _C.Precision, dict[str, float | Tensor]]:
+    def asked_by(self, group: dict[str, Any], index: int) -> tuple[str, _C.Precision, dict[str, float | Tensor]]:
         """Returns the group's rule, storage formats and numbers; the native code checks the numbers' ranges."""
         try:
-            return self._rule(group), precision.of(group), self._hypers(group)
+            return self.rule.name_of(group), self.precision_of(group), self.rule.hypers(group)
         except KeyError as missing:
-            raise ValueError(f"param_groups[{index}] has no {missing}, which {type(self).__name__} needs") from missing
+            raise ValueError(f"param_groups[{index}] has no {missing}, which {self.class_name} needs") from missing
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"param_groups[{index}]: {error}") from error
 
@@ -260,23 +245,6 @@ def _take_back(states: dict[Tensor, Any], written: list[Replaced]) -> None:
             states[param][name] = before
         if not states[param]:
             del states[param]
-
-
-def learning_rate(group: dict[str, Any]) -> float | Tensor:
-    """Returns the group's `lr`: a number, or the tensor itself on CUDA, where the step reads it."""
-    lr = group["lr"]
-    return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
-
-
-def hypers(group: dict[str, Any], *names: str) -> dict[str, float | Tensor]:
-    """Returns the group's learning rate and its entries `names` for the native rule. "betas" gives beta1 and beta2."""
-    numbers: dict[str, float | Tensor] = {"lr": learning_rate(group)}
-    for name in names:
-        if name == "betas":
-            numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
-        else:
-            numbers[name] = group[name]
-    return numbers
 
 
 def counter_device(param: Any) -> torch.device:

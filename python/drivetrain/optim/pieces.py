@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import precision
+from .rule import has_rule
 from .sharded import is_dtensor, local_part, portable, state_placements
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     """
     for owner in list(_owners):
         owner.wait()
-    if getattr(optimizer, "steps_pieces", False):
+    if has_rule(type(optimizer)):
         return
     restore(optimizer)
     if not _has_any(optimizer):
@@ -452,7 +453,7 @@ def rows_of_state(optimizer: torch.optim.Optimizer, param: Tensor, name: str) ->
     """Returns this rank's rows of an entry of the optimizer's state dict. Leaves the optimizer as it is."""
     values = dict(optimizer.state.get(param, {}))
     piece = piece_of(param)
-    if piece is not None and getattr(optimizer, "steps_pieces", False):
+    if piece is not None and has_rule(type(optimizer)):
         values = portable(piece.part, piece.shared_state(values))
     if not isinstance(values.get(name), Tensor):
         raise RuntimeError(f"the parameter has no state {name!r}")

@@ -1,15 +1,15 @@
 """RAdam: torch's class with the native step."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
 
 
+@follows(Rule("radam", ("betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")))
 class RAdam(FusedOptimizer, torch.optim.RAdam):
     """RAdam: torch.optim.RAdam with a native step over all parameters.
 
@@ -82,9 +82,3 @@ class RAdam(FusedOptimizer, torch.optim.RAdam):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "radam"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return hypers(group, "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")

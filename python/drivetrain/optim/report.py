@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from copy import copy as copy_of
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,28 +15,9 @@ from torch import Tensor
 from .. import _C
 from ..notebook import html_table
 from . import precision, sharded
+from .kept import NAME, Counts
 
 MIB = 2**20
-
-
-@dataclass
-class Counts:
-    """Counts the steps of one optimizer. Steps on a GPU count as made and not clipped, to avoid waiting for it."""
-
-    steps: int = 0
-    skipped: int = 0  # steps skipped because a gradient was not finite
-    clipped: int = 0  # steps whose norm was above max_grad_norm
-    seconds: float = 0.0  # duration of the last step that was made; 0 before the first
-
-    def add(self, grad_norm: float | None, max_grad_norm: float | None, skipped: bool, seconds: float) -> None:
-        """Counts one step."""
-        if skipped:
-            self.skipped += 1
-            return
-        self.steps += 1
-        self.seconds = seconds
-        if grad_norm is not None and max_grad_norm is not None:
-            self.clipped += grad_norm > max_grad_norm
 
 
 @dataclass(repr=False)
@@ -126,16 +108,17 @@ def lines_about_kept(kept_32_bits: dict[str, int]) -> list[str]:
     ]
 
 
-def report_of(optimizer: Any, counts: Counts) -> Report:
+def report_of(engine: Any) -> Report:
     """Computes the report that :meth:`FusedOptimizer.report` returns."""
+    optimizer, counts = engine.optimizer, engine.kept.counts
     sizes: dict[str, int] = {}
     expected: set[str] = set()
     num_elements = moved = 0
-    on_cpu = optimizer.is_on_cpu
+    on_cpu = engine.is_on_cpu
     lost, kept = {}, {}
     for label, param, grad, group, state in _stepped(optimizer):
         num_elements += param.numel()
-        if _C.optim_keeps_32_bits(precision.of(group), param):
+        if _C.optim_keeps_32_bits(engine.precision_of(group), param):
             kept[label] = param.numel()
         entries = {"parameters": _size(param)}
         if grad is None:
@@ -144,17 +127,17 @@ def report_of(optimizer: Any, counts: Counts) -> Report:
         else:
             entries["gradients"] = _size(grad)
         there = {name: _size(entry) for name, entry in state.items() if isinstance(entry, Tensor)}
-        made = states_of_step(optimizer, param, group)
+        made = states_of_step(engine, param, group)
         expected |= {name for name, size in made.items() if there.get(name) != size}
         entries |= made
         for name, size in entries.items():
             sizes[name] = sizes.get(name, 0) + size
             moved += size if name == "gradients" else 2 * size
         # Gradients are read a second time for the norm, and written where the step zeroes them.
-        passes = (optimizer.max_grad_norm is not None) + bool(optimizer.zero_grads_in_step)
+        passes = (engine.kept.max_grad_norm is not None) + engine.kept.zero_grads_in_step
         moved += passes * entries["gradients"]
         if grad is not None and param.dtype in (torch.bfloat16, torch.float16) and "param_remainder" not in state:
-            share = _lost_share(optimizer, param, grad, group, state)
+            share = _lost_share(engine, param, grad, group, state)
             if share is not None:
                 lost[label] = share
     bandwidth = _triad_bandwidth() if on_cpu and num_elements else None
@@ -203,11 +186,11 @@ def _stepped(optimizer: Any) -> Iterator[_Stepped]:
         yield _Stepped(label, sharded.local_part(param), grad, group, state)
 
 
-def states_of_step(optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:
+def states_of_step(engine: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:
     """Computes the bytes of each state after the next step has created or converted it."""
-    asked = precision.of(group)
+    asked = engine.precision_of(group)
     sizes = {}
-    for name, kind in _C.optim_states(optimizer._rule(group)):
+    for name, kind in _C.optim_states(engine.rule.name_of(group)):
         shape = _C.optim_state_shape(param, kind)
         if shape is None:
             continue
@@ -222,18 +205,17 @@ def states_of_step(optimizer: Any, param: Tensor, group: dict[str, Any]) -> dict
     return sizes
 
 
-def _lost_share(
-    optimizer: Any, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]
-) -> float | None:
+def _lost_share(engine: Any, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> float | None:
     """Steps copies, once as they are and once in float32. Returns None if this parameter's rounding loses nothing."""
-    if group.get("rounding", "nearest") != "nearest" or group.get("master_bits") is not None:
+    formats = engine.formats_of(group)
+    if formats.get("rounding", "nearest") != "nearest" or formats.get("master_bits") is not None:
         return None
     with torch.no_grad():
         results = []
         for dtype in (param.dtype, torch.float32):
             copy = param.detach().to(dtype, copy=True).requires_grad_()
             copy.grad = grad.to(dtype)
-            _optimizer_of(optimizer, group, state, copy).step()
+            _optimizer_of(engine, group, state, copy).step()
             results.append(copy.detach())
         stored, exact = results
         changes = exact != param.float()
@@ -241,14 +223,16 @@ def _lost_share(
         return lost.sum().item() / max(1, changes.sum().item())
 
 
-def _optimizer_of(optimizer: Any, group: dict[str, Any], state: dict[str, Any], copy: Tensor) -> Any:
+def _optimizer_of(engine: Any, group: dict[str, Any], state: dict[str, Any], copy: Tensor) -> Any:
     """Returns an optimizer of the same class for `copy` alone, with a copy of the state and without clipping."""
     state = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+    optimizer, kept = engine.optimizer, copy_of(engine.kept)
+    kept.max_grad_norm, kept.zero_grads_in_step = None, False
     result: Any = object.__new__(type(optimizer))
     result.__setstate__(
         optimizer.__getstate__()
         | {"state": defaultdict(dict, {copy: state} if state else {}), "param_groups": [{**group, "params": [copy]}]}
-        | {"_max_grad_norm": None, "zero_grads_in_step": False}
+        | {NAME: kept}
     )
     return result
 

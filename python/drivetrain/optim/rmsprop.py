@@ -6,10 +6,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
 
 
+def _name(group: dict[str, Any]) -> str:
+    centered, momentum = bool(group["centered"]), bool(group["momentum"] > 0)
+    return "rmsprop" + "_centered" * centered + "_momentum" * momentum
+
+
+@follows(Rule(_name, ("alpha", "eps", "weight_decay", "momentum", "maximize")))
 class RMSprop(FusedOptimizer, torch.optim.RMSprop):
     """RMSprop: torch.optim.RMSprop with a native step over all parameters.
 
@@ -84,10 +91,3 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        centered, momentum = bool(group["centered"]), bool(group["momentum"] > 0)
-        return "rmsprop" + "_centered" * centered + "_momentum" * momentum
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return hypers(group, "alpha", "eps", "weight_decay", "momentum", "maximize")

@@ -6,10 +6,29 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, learning_rate
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows, learning_rate
 
 
+def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+    eta_minus, eta_plus = group["etas"]
+    step_size_min, step_size_max = group["step_sizes"]
+    return {
+        "lr": learning_rate(group),
+        "eta_minus": float(eta_minus),
+        "eta_plus": float(eta_plus),
+        "step_size_min": float(step_size_min),
+        "step_size_max": float(step_size_max),
+        "maximize": group["maximize"],
+    }
+
+
+def _initial(group: dict[str, Any], name: str) -> float:
+    return float(group["lr"]) if name == "step_size" else 0.0
+
+
+@follows(Rule("rprop", _numbers, initial=_initial))
 class Rprop(FusedOptimizer, torch.optim.Rprop):
     """Rprop: torch.optim.Rprop with a native step over all parameters.
 
@@ -76,21 +95,3 @@ class Rprop(FusedOptimizer, torch.optim.Rprop):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "rprop"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        eta_minus, eta_plus = group["etas"]
-        step_size_min, step_size_max = group["step_sizes"]
-        return {
-            "lr": learning_rate(group),
-            "eta_minus": float(eta_minus),
-            "eta_plus": float(eta_plus),
-            "step_size_min": float(step_size_min),
-            "step_size_max": float(step_size_max),
-            "maximize": group["maximize"],
-        }
-
-    def _initial_value(self, group: dict[str, Any], name: str) -> float:
-        return float(group["lr"]) if name == "step_size" else 0.0

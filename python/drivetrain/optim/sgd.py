@@ -7,10 +7,32 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from .base import FusedOptimizer, hypers
+from .base import FusedOptimizer
 from .precision import StateBits
+from .rule import Rule, follows
 
 
+def _name(group: dict[str, Any]) -> str:
+    return "sgd_momentum" if group["momentum"] else "sgd"
+
+
+def _step_sparse(optimizer: Any, group: dict[str, Any], params: list[Tensor]) -> None:
+    grads = [param.grad for param in params if param.grad is not None]
+    buffers: list[Tensor | None] = [optimizer.state[param].get("momentum_buffer") for param in params]
+    names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+    sgd(params, grads, buffers, has_sparse_grad=True, foreach=False, **{name: group[name] for name in names})
+    if group["momentum"]:
+        for param, buffer in zip(params, buffers, strict=True):
+            optimizer.state[param]["momentum_buffer"] = buffer
+
+
+@follows(
+    Rule(
+        _name,
+        ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+        step_sparse=_step_sparse,
+    )
+)
 class SGD(FusedOptimizer, torch.optim.SGD):
     """Stochastic gradient descent: torch.optim.SGD with a native step over all parameters.
 
@@ -80,18 +102,3 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             min_8bit_size=min_8bit_size,
             rounding=rounding,
         )
-
-    def _step_sparse(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        buffers: list[Tensor | None] = [self.state[param].get("momentum_buffer") for param in params]
-        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
-        sgd(params, grads, buffers, has_sparse_grad=True, foreach=False, **{name: group[name] for name in names})
-        if group["momentum"]:
-            for param, buffer in zip(params, buffers, strict=True):
-                self.state[param]["momentum_buffer"] = buffer
-
-    def _rule(self, group: dict[str, Any]) -> str:
-        return "sgd_momentum" if group["momentum"] else "sgd"
-
-    def _hypers(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return hypers(group, "momentum", "dampening", "weight_decay", "nesterov", "maximize")

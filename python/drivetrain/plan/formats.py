@@ -11,6 +11,7 @@ import torch
 from .. import _C, optim
 from ..optim import precision
 from ..optim.base import FusedOptimizer
+from ..optim.engine import Engine
 from ..optim.report import states_of_step
 from .trace import ALLOC, OP, STEP, Block, Event, OpCall, ParameterInfo, StepTrace
 
@@ -64,7 +65,7 @@ def _bytes_for(kind: Any, parameter: ParameterInfo, state_bits: int | None, mast
     asked = {name: bits for name, bits in formats.items() if bits is not None}
     optimizer = kind([example], **({"lr": 1e-3} | asked))
     layout = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return list(states_of_step(optimizer, layout, optimizer.param_groups[0]).values())
+    return list(states_of_step(Engine(optimizer), layout, optimizer.param_groups[0]).values())
 
 
 def with_states(trace: StepTrace, sizes: list[list[int]], name: str) -> StepTrace:

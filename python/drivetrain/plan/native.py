@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..optim.base import FusedOptimizer
+from ..optim.engine import Engine
 from ..optim.report import states_of_step
 
 if TYPE_CHECKING:
@@ -26,17 +26,18 @@ class NativeSteps:
         self._original: Any = None
 
     def __enter__(self) -> NativeSteps:
-        def step(optimizer: FusedOptimizer, closure: Any = None) -> Any:
-            return self._step(optimizer, closure)
+        def step(engine: Engine, closure: Any = None) -> Any:
+            return self._step(engine, closure)
 
-        self._original = FusedOptimizer._step
-        FusedOptimizer._step = step  # type: ignore[method-assign, assignment]
+        self._original = Engine.step
+        Engine.step = step  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        FusedOptimizer._step = self._original  # type: ignore[method-assign]
+        Engine.step = self._original  # type: ignore[method-assign]
 
-    def _step(self, optimizer: FusedOptimizer, closure: Any) -> Any:
+    def _step(self, engine: Engine, closure: Any) -> Any:
+        optimizer = engine.optimizer
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -48,7 +49,7 @@ class NativeSteps:
                     continue
                 there = optimizer.state.get(param, {})
                 moved += 3 * param.numel() * param.element_size()
-                for name, size in states_of_step(optimizer, param, group).items():
+                for name, size in states_of_step(engine, param, group).items():
                     moved += 2 * size
                     key = (id(param), name)
                     if name not in there and key not in self._known:

@@ -1,0 +1,137 @@
+"""Keeps options and results of an optimizer between steps, in one object behind one private attribute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .. import _C
+    from .in_backward import StepInBackward
+    from .sharded_step import Measured, Shards
+
+NAME = "_drivetrain"  # of the attribute
+
+# drivetrain.install(optim=True) puts the keys, classes of drivetrain, in the place of the values, torch's classes.
+in_place_of: dict[type, type] = {}
+
+_COPIED = ("max_grad_norm", "zero_grads_in_step", "formats", "fallback", "has_options", "steps_as_torch", "left")
+
+
+@dataclass
+class Counts:
+    """Counts the steps of one optimizer. Steps on a GPU count as made and not clipped, to avoid waiting for it."""
+
+    steps: int = 0
+    skipped: int = 0  # steps skipped because a gradient was not finite
+    clipped: int = 0  # steps whose norm was above max_grad_norm
+    seconds: float = 0.0  # duration of the last step that was made; 0 before the first
+
+    def add(self, grad_norm: float | None, max_grad_norm: float | None, skipped: bool, seconds: float) -> None:
+        """Counts one step."""
+        if skipped:
+            self.skipped += 1
+            return
+        self.steps += 1
+        self.seconds = seconds
+        if grad_norm is not None and max_grad_norm is not None:
+            self.clipped += grad_norm > max_grad_norm
+
+
+class Kept:
+    """Options, the native reader and results of one optimizer; proxies that copy its attributes share them.
+
+    A copied or pickled object keeps the options only.
+    """
+
+    def __init__(self) -> None:
+        self.max_grad_norm: float | None = None
+        self.zero_grads_in_step = False
+        self.formats: dict[str, Any] = {}  # the constructor's options of precision.DEFAULTS
+        self.fallback: dict[str, Any] | None = None  # Muon's options of AdamW
+        self.has_options = False  # whether max_grad_norm and zero_grads_in_step are attributes of the optimizer
+        self.steps_as_torch = False  # torch's class takes the steps
+        self.left: list[Tensor] = []  # parameters that torch's class steps
+        self.is_in_constructor = False
+        self.refused: list[tuple[Tensor, Exception]] = []  # by groups, until the constructor has all groups
+        self.loading: dict[str, Any] | None = None  # the state dict that load_state_dict() is loading
+        self.reader: _C.StepReader | None = None
+        self.shards: Shards | None = None  # None until a parameter is a DTensor
+        self.may_be_sparse = False  # whether an earlier step found a sparse gradient
+        self.can_scale_in_step = True  # whether all gradients are on one device, as an unscaling step requires
+        self.our_scaler_steps = False  # drivetrain.amp.GradScaler leaves the unscaling to the step
+        self.overflow_flag: Tensor | None = None  # drivetrain.amp.GradScaler reads the next step's overflow from it
+        self.in_backward: StepInBackward | None = None  # the result of step_in_backward(), until it is removed
+        self.counts = Counts()
+        self.result: _C.StepResult | Measured | None = None  # of the last step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
+
+    @property
+    def ids_left(self) -> set[int]:
+        """The ids of the parameters that torch's class steps."""
+        return {id(param) for param in self.left}
+
+
+def kept_of(optimizer: torch.optim.Optimizer) -> Kept:
+    """Returns what is kept of an optimizer. A constructor that calls torch's directly has made nothing yet."""
+    kept: Kept | None = getattr(optimizer, NAME, None)  # a proxy may ask the optimizer for it
+    if kept is None:
+        kept = optimizer.__dict__[NAME] = Kept()
+        kept.has_options = not stands_for_torchs(type(optimizer))
+    return kept
+
+
+def stands_for_torchs(cls: type) -> bool:
+    """Returns whether drivetrain.install(optim=True) put the class, or one that it derives from, in torch's place."""
+    return any(each in in_place_of for each in cls.__mro__)
+
+
+class extra:  # a decorator
+    """An attribute that torch's classes lack: a property that an attribute set by the script or a subclass hides."""
+
+    def __init__(self, get: Any) -> None:
+        self._get = get
+        self.__doc__ = get.__doc__
+
+    def __get__(self, optimizer: Any, cls: type) -> Any:
+        return self if optimizer is None else self._get(optimizer)
+
+
+class option(extra):  # a decorator
+    """An attribute that is an option.
+
+    In an object that stands for torch's class it is an option if the constructor got options. Otherwise a script that
+    sets it sets an attribute of its own.
+    """
+
+    def __set_name__(self, cls: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, cls: type) -> Any:
+        if optimizer is not None and self._name in optimizer.__dict__:
+            return optimizer.__dict__[self._name]
+        return super().__get__(optimizer, cls)
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        own, kept = optimizer.__dict__, getattr(optimizer, NAME, None)
+        if kept is None or not kept.has_options or self._name in own:
+            own[self._name] = value
+            return
+        from .engine import Engine
+
+        Engine(optimizer).set_option(self._name, value)
+
+    def __delete__(self, optimizer: Any) -> None:
+        try:
+            del optimizer.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None

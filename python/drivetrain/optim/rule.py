@@ -1,0 +1,139 @@
+"""Describes a class of optimizers to the engine: its native rule, the rule's numbers and first states."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Group = dict[str, Any]
+Numbers = dict[str, float | Tensor]
+Class = TypeVar("Class", bound=type)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Describes a class of optimizers.
+
+    Attributes:
+        name: The native rule by its name in csrc/optim/rules.h, or a function of the group that returns it.
+        numbers: Names of the group's entries that the rule reads in addition to `lr`. Or a function of the group that
+            returns all numbers by their names in the rule. A learning rate on CUDA stays there.
+        initial: Returns the value that fills a state before the first step, from the group and the state's name.
+        copies: The state that starts as a copy of the parameter.
+        gathers: Returns whether the rule gathers and steps the whole of a sharded DTensor instead of each rank's part.
+        step_sparse: Steps parameters with sparse gradients, given the optimizer, their group and them. None where
+            torch's class takes no such gradients.
+        scalar_dtype: The dtype of the rule's scalars; None takes the step counter's.
+        also: Returns names of options that a group has beside the defaults.
+    """
+
+    name: str | Callable[[Group], str]
+    numbers: tuple[str, ...] | Callable[[Group], Numbers]
+    initial: Callable[[Group, str], float] = lambda group, name: 0.0
+    copies: str | None = None
+    gathers: Callable[[Any, Group], bool] = lambda param, group: False
+    step_sparse: Callable[[Any, Group, list[Tensor]], None] | None = None
+    scalar_dtype: torch.dtype | None = None
+    also: Callable[[Group], set[str]] = lambda group: set()
+
+    def name_of(self, group: Group) -> str:
+        """Returns the group's native rule."""
+        return self.name if isinstance(self.name, str) else self.name(group)
+
+    def hypers(self, group: Group) -> Numbers:
+        """Returns the group's numbers by the names that the native rule reads."""
+        return hypers(group, *self.numbers) if isinstance(self.numbers, tuple) else self.numbers(group)
+
+
+_rules: dict[type, Rule] = {}
+
+
+def follows(rule: Rule) -> Callable[[Class], Class]:
+    """Gives a class of optimizers its rule, and a step that other classes may borrow as they borrow torch's."""
+
+    def describe(cls: Class) -> Class:
+        _rules[cls] = rule
+        ours: Any = cls.step  # type: ignore[attr-defined]
+        torchs = torchs_base(cls)
+
+        @functools.wraps(ours)
+        def step(self: Any, closure: Any = None) -> Any:
+            return ours(self, closure) if isinstance(self, cls) else unhooked(torchs.step)(self, closure)
+
+        cls.step = step  # type: ignore[attr-defined]
+        return cls
+
+    return describe
+
+
+def has_rule(cls: type) -> bool:
+    """Returns whether the class is one of drivetrain's, or derives from one."""
+    return any(each in _rules for each in cls.__mro__)
+
+
+def rule_of(cls: type) -> Rule:
+    """Returns the rule of a class of optimizers or of the class that it derives from."""
+    return next(_rules[each] for each in cls.__mro__ if each in _rules)
+
+
+def torchs_base(cls: type) -> type[torch.optim.Optimizer]:
+    """Returns the torch class that this class derives from and takes its states' names from."""
+    return next(each for each in cls.__mro__ if each.__module__.partition(".")[0] == "torch")
+
+
+def unhooked(step: Any) -> Any:
+    """Returns a torch class's step without the hooks that run around it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def steps_itself(cls: type) -> bool:
+    """Returns whether a subclass of a script has a step of its own, which may call ours."""
+    step = inspect.unwrap(cls.step)  # type: ignore[attr-defined]
+    return getattr(step, "__module__", None) != f"{__package__}.base"
+
+
+@functools.lru_cache
+def _internals(cls: Any) -> tuple[Any, tuple[str, ...]]:
+    """Returns the torch class below, and the names of methods that its step calls and that ours does not."""
+    base: Any = torchs_base(cls)
+    if base is torch.optim.Optimizer:
+        return base, ()
+    called = {"_patch_step_function", "_optimizer_step_code", "_process_value_according_to_param_policy"}
+    names = {name for each in base.__mro__ if each is not object for name in vars(each)}
+    return base, tuple(
+        name
+        for name in sorted(names - called)
+        if name.startswith("_") and not name.startswith("__") and callable(getattr(base, name))
+    )
+
+
+def overridden(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Returns the methods of torch's class that only torch's step calls and that a script has replaced."""
+    cls: Any = type(optimizer)
+    own = optimizer.__dict__
+    base, names = _internals(cls)
+    # torch.compile() replaces these methods of torch's classes while a process runs.
+    return [name for name in names if name in own or getattr(cls, name, None) is not getattr(base, name)]
+
+
+def learning_rate(group: Group) -> float | Tensor:
+    """Returns the group's `lr`: a number, or the tensor itself on CUDA, where the step reads it."""
+    lr = group["lr"]
+    return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
+
+
+def hypers(group: Group, *names: str) -> Numbers:
+    """Returns the group's learning rate and its entries `names` for the native rule. "betas" gives beta1 and beta2."""
+    numbers: Numbers = {"lr": learning_rate(group)}
+    for name in names:
+        if name == "betas":
+            numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
+        else:
+            numbers[name] = group[name]
+    return numbers

@@ -108,6 +108,12 @@ DIFFERENCES: Sequence[IntendedDifference] = (
         "processors under torch.",
     ),
     IntendedDifference(
+        "Attributes `grad_scale` and `found_inf` of an optimizer",
+        "Only a step with `fused=True` takes them.",
+        "Every step takes them.",
+        "A scaler leaves the division to the step.",
+    ),
+    IntendedDifference(
         "Adam's update",
         "Divides twice per element.",
         "Divides once per element.",

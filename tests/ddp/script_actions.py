@@ -134,7 +134,7 @@ class Script:
         elif how == "held":
             self.kept.append(param.grad * 2)
             param.grad = self.kept[-1]
-        elif how == "data":
+        elif how == "data" and not self.views:  # torch's class loses these values if its `.grad` are views of buckets
             param.grad.data = param.grad.data * 3
         elif how == "half":
             param.grad = param.grad.half().float()

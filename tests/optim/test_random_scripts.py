@@ -52,8 +52,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {  # what each argument is drawn from
     "clip_norm": {"most": [0.1, 1.0, 1e3], "kind": [2.0, 2.0, float("inf"), 1.0]},
     "clip_value": {"most": [0.1, 1.0]},
     "keep": {"what": ["grad", "part of grad", "state", "nothing"], "index": NUMBERS},
-    # "child" waits for steps that start no pool of threads, or one that survives a fork.
-    "step": {"where": ["here"] * 10 + ["thread"]},
+    "step": {"where": ["here"] * 20 + ["thread", "thread", "child"]},
     "step_with_closure": {"seed": NUMBERS},
     "scaled_backward": {"seed": NUMBERS},
     "unscale": {},

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from .audit import AUDIT
 from .encryption import Encryption
 from .errors import CheckpointError
 from .interval import Interval, seconds_of
+from .leaving import Company, named_wait, say_how_to_continue
 from .load import Checkpoint
 from .loader import position_of
 from .metadata import Source
@@ -29,13 +30,14 @@ from .preemption import Notices, Preempted
 from .ranks import Flags, Ranks
 from .restore import differing_config, load_newest, warn_of_differences
 from .saver import Saver
-from .state import FORMAT, TrainingState
+from .state import FORMAT, TrainingState, as_list
 from .store import Store
 from .tiers import Ram, Remote, Tiers
 from .uploader import TierStatus
 
 _logger = logging.getLogger("drivetrain")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
+_company = Company()
 _UNEQUAL = (
     "a rank has left the loop, and another one goes on: every rank must call Checkpointer.step() equally often, as "
     "with drivetrain.data.ResumableSampler or torch's DistributedSampler"
@@ -58,8 +60,8 @@ class Checkpointer:
 
     On preemption all ranks save the step that they have just made, and `step()` raises an exception that no `except
     Exception` catches. With an exit code the process then ends with it; without one the program continues after the
-    block. Signals are noticed from the construction on and take effect at the next `step()`, or at the end of
-    `__enter__`. A second signal of a kind, 2 seconds or more after the first, takes its original effect.
+    block. Signals take effect at the next `step()`, or at the end of `__enter__`. A second signal of a kind, 2 seconds
+    or more after the first, takes its original effect.
 
     Args:
         directory: Folder of the checkpoints, which all ranks must see. Or a `Store`, which the block then leaves open.
@@ -161,8 +163,8 @@ class Checkpointer:
         self._position = position_of(data)
         self._state = TrainingState(
             model=model,
-            optimizers=_as_list(optimizer),
-            schedulers=_as_list(scheduler),
+            optimizers=as_list(optimizer),
+            schedulers=as_list(scheduler),
             scaler=scaler,
             position=self._position,
             window=window,
@@ -180,7 +182,7 @@ class Checkpointer:
         self._steps = self._saved_steps = 0  # now, and at the last save that began
         self._elapsed = 0.0  # seconds inside of earlier blocks
         self._entered_at: float | None = None
-        self._has_warned_of_grace = False
+        self._has_warned_of_grace = self._has_left = False
         self._notices.open()  # first: a connected rank may count on the others to survive a signal
         self._ranks.connect(on_failure=self._notices.close)
 
@@ -236,8 +238,9 @@ class Checkpointer:
             self._tiers.start()
             self._entered_at = time.monotonic()
             leaving = self._ranks.exchange(self._flags()).leave
+            _company.join(self, self._save_last)
             if leaving and self._exit_code is not None:
-                raise Preempted(self._exit_code)
+                self._leave()
             self._ranks.start(self._flags())
         except BaseException:
             self._close(is_orderly=False)
@@ -247,10 +250,11 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        is_preempted = isinstance(error, Preempted)
+        # Without an exit code, another Checkpointer inside of this block keeps the exception from it.
+        is_preempted = isinstance(error, Preempted) or (kind is None and self._has_left)
         saver = self._open_saver()
         try:
-            if kind is None:
+            if kind is None and not is_preempted:
                 self._finish(saver)
             elif not is_preempted:
                 if survivors.are_expected() and self._store is not None:
@@ -280,6 +284,7 @@ class Checkpointer:
         is_alone = self._ranks.world_size == 1
         agreed = None if is_alone else self._ranks.result()
         self._position.stepped()
+        self._has_left = False
         self._steps += 1
         self._poll(saver)
         agreed = agreed or self._flags()
@@ -287,8 +292,12 @@ class Checkpointer:
             raise RuntimeError(_UNEQUAL)
         if agreed.failed:
             self._raise_failure(saver)
-        if agreed.leave:
-            self._leave(saver)
+        if agreed.leave or _company.is_leaving():
+            if _company.may_leave(self):
+                self._leave()
+            if not is_alone:
+                self._ranks.start(self._flags())
+            return
         since = self._steps - self._saved_steps
         if not agreed.busy and (agreed.due or (self._every.steps is not None and self._every.is_due(since, 0.0))):
             saver.wait()  # no rank was busy; this returns at once
@@ -316,7 +325,9 @@ class Checkpointer:
         with phases.span("checkpoint"):
             saver.wait()
             self._begin_save(saver)
-            saver.wait()
+            assert self._store is not None
+            with named_wait(self._store.announce("save()"), _logger.warning, self._timeout):
+                saver.wait()
         if saver.error is not None:
             raise saver.error
         self._adapt(saver)
@@ -386,36 +397,36 @@ class Checkpointer:
         self._ranks.start(self._flags())  # A script that catches the error may go on.
         raise error
 
-    def _leave(self, saver: Saver) -> None:
-        """Saves the last step, unless it is saved, and leaves the loop."""
+    def _save_last(self) -> None:
+        """Saves the last step before a preemption."""
+        self._has_left = True
+        if (failure := self._complete(self._grace)) is not None:
+            _logger.error("not every tier has the last step: %s", failure)
+
+    def _complete(self, limit: float) -> str | None:
+        """Saves the last step, unless it is saved. Returns what failed in a tier, or is not done within `limit`."""
+        saver = self._open_saver()
         saver.wait()
-        if not self._ranks.all_true(saver.saved_step == self._steps and saver.begun_step == self._steps):
+        if not self._ranks.all_true(saver.saved_step == saver.begun_step == self._steps):
             self._begin_save(saver)
             saver.wait()
-        if saver.error is not None:
-            if self._on_error == "raise":
-                raise saver.error
-            self._report(saver)
-        if saver.error is None and (failure := self._tiers.finish(self._grace)) is not None:
-            _logger.error("not every tier has the last step: %s", failure)
-        _logger.info("leaving after step %d: %s", self._steps, self._notices.reason or "another rank was told to end")
+        if saver.error is not None and self._on_error == "raise":
+            raise saver.error
+        self._report(saver)
+        return self._tiers.finish(limit)
+
+    def _leave(self) -> NoReturn:
+        if self._exit_code is not None and self._ranks.rank == 0 and self._store is not None:
+            say_how_to_continue(self._notices.reason, self._steps, self._store.directory)
         raise Preempted(self._exit_code)
 
     def _finish(self, saver: Saver) -> None:
         """Saves the end of the training."""
-        is_alone = self._ranks.world_size == 1
-        if not is_alone and (self._ranks.result().ended or self._ranks.exchange(Flags(ended=1)).running):
+        if self._ranks.world_size > 1 and (self._ranks.result().ended or self._ranks.exchange(Flags(ended=1)).running):
             raise RuntimeError(_UNEQUAL)
         saver.wait()
         self._report(saver)
-        if not self._ranks.all_true(saver.saved_step == saver.begun_step == self._steps):
-            self._begin_save(saver)
-            saver.wait()
-        if saver.error is not None:
-            if self._on_error == "raise":
-                raise saver.error
-            self._report(saver)
-        elif (failure := self._tiers.finish(self._timeout)) is not None:
+        if (failure := self._complete(self._timeout)) is not None:
             if self._on_error == "raise":
                 raise CheckpointError(f"not every tier has the last step: {failure}")
             _logger.error("not every tier has the last step: %s", failure)
@@ -471,6 +482,7 @@ class Checkpointer:
 
     def _close(self, is_orderly: bool) -> None:
         saver, self._saver = self._saver, None
+        _company.part(self)
         self._tiers.close(is_orderly and saver is not None and saver.saved_step == self._steps)
         self._elapsed, self._entered_at = self.elapsed, None
         if saver is not None:
@@ -486,9 +498,3 @@ class Checkpointer:
                 if is_orderly:
                     raise
                 _logger.error("%s", error)
-
-
-def _as_list(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]

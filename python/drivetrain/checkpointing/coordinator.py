@@ -65,6 +65,17 @@ class Coordinator:
         except Exception as error:  # c10d raises several types
             raise self._unreachable(key, error) from error
 
+    def has(self, key: str) -> bool:
+        """Returns whether a message was published under a key.
+
+        Raises:
+            CheckpointError: The store does not answer.
+        """
+        try:
+            return bool(self._store.check([self._prefix + key]))
+        except Exception as error:  # c10d raises several types
+            raise self._unreachable(key, error) from error
+
     def abandon(self) -> None:
         """Ends all waits with an error: another rank has died."""
         self._is_abandoned.set()

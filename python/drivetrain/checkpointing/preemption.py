@@ -16,6 +16,7 @@ from .workers import Shield
 _logger = logging.getLogger("drivetrain")
 _SAME_NOTICE_SECONDS = 2.0  # launchers and schedulers both deliver one notice, so two signals may be one
 _FILE_CHECK_SECONDS = 1.0
+_handling: list["Notices"] = []  # signals, in the order of their handlers
 
 
 class Preempted(SystemExit):
@@ -59,6 +60,7 @@ class Notices:
         else:
             for number in self._signals:
                 self._originals[number] = signal.signal(number, self._on_signal)
+            _handling.append(self)
             self._shield.open()
         if self._source is not None and self._poller is None:
             self._poller = Poller(self._source)
@@ -69,7 +71,12 @@ class Notices:
         for number, original in self._originals.items():
             if signal.getsignal(number) == self._on_signal:  # otherwise the script has replaced it since
                 signal.signal(number, signal.SIG_DFL if original is None else original)
+            for later in _handling:
+                if later._originals.get(number) == self._on_signal:
+                    later._originals[number] = original
         self._originals = {}
+        if self in _handling:
+            _handling.remove(self)
         if self._poller is not None:
             self._poller.close()
             self._poller = None
@@ -91,7 +98,10 @@ class Notices:
         first = self._noticed_at.setdefault(number, now)
         # A process that the script forks ends as it would without drivetrain: its parent may wait for that.
         if os.getpid() == self._pid and (first == now or now - first < _SAME_NOTICE_SECONDS):
-            self.reason = self.reason or signal.Signals(number).name
+            for one in _handling:  # Only the newest handler is called, and the notice is for all.
+                if number in one._originals:
+                    one._noticed_at.setdefault(number, now)
+                    one.reason = one.reason or signal.Signals(number).name
             return
         original = self._originals[number]
         signal.signal(number, signal.SIG_DFL if original is None else original)

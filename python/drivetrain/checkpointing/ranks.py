@@ -1,5 +1,6 @@
 """Lets ranks agree on what to do at a step, with one small all-reduce per step that no rank waits for."""
 
+import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -7,6 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .leaving import named_wait
+
+_logger = logging.getLogger("drivetrain")
 
 
 class Flags(NamedTuple):
@@ -82,6 +87,9 @@ class Ranks:
         (work, values), self._running = self._running, None
         if work is not None:
             try:
+                if not work.is_completed():
+                    with named_wait(self._late, _logger.warning, self._timeout.total_seconds()):
+                        work.wait(self._timeout)
                 work.wait(self._timeout)
             except RuntimeError as error:
                 raise RuntimeError(
@@ -89,6 +97,12 @@ class Ranks:
                     f"come within {self._timeout}. Every rank must call step() equally often. {error}"
                 ) from error
         return Flags(*values.tolist())
+
+    def _late(self) -> str:
+        return (
+            f"rank {self.rank} waits in Checkpointer.step() for another rank, which is late or does not call it. Every "
+            "rank must call it: remove a condition such as `if rank == 0` before it."
+        )
 
     def exchange(self, flags: Flags) -> Flags:
         """Returns the largest flags of all ranks, and waits for them."""

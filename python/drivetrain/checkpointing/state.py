@@ -484,3 +484,10 @@ def _check_names(what: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -
         raise ValueError(f"{what} has no {missing[0]!r}, which is in the checkpoint ({len(missing)} such names)")
     if extra := sorted(ours.keys() - saved.keys()):
         raise ValueError(f"{what} has {extra[0]!r}, which is not in the checkpoint ({len(extra)} such names)")
+
+
+def as_list(given: Any) -> list[Any]:
+    """Returns an argument that may be None, one object or several as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]

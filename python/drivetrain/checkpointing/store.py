@@ -127,6 +127,7 @@ class Store:
         )
         self._coordinator = coordinator
         self._observer: Observer | None = None
+        self._announced = 0  # calls
         self._beside: tuple[Path, ...] = ()
         self._slab = Slab()
         self._guard = threading.Lock()
@@ -254,6 +255,30 @@ class Store:
     def belong_to(self, origin: Origin) -> None:
         """Writes the run that the next checkpoints belong to into their manifests."""
         self._writer.origin = origin
+
+    def announce(self, call: str) -> Callable[[], str | None]:
+        """Notes that this rank makes a call that all ranks must make.
+
+        Returns:
+            A function whose text names the ranks that have not made it; it returns None if all have.
+        """
+        coordinator, self._announced = self._coordinator, self._announced + 1
+        if coordinator is None:
+            return lambda: None
+        key, last = f"announced/{self._announced}", f"announced/{self._announced - 2}"
+        coordinator.tell(f"{key}/{self.rank}", {})
+        coordinator.forget(f"{last}/{self.rank}")
+
+        def describe() -> str | None:
+            absent = [str(rank) for rank in range(self.world_size) if not coordinator.has(f"{key}/{rank}")]
+            return (
+                f"rank {self.rank} waits in Checkpointer.{call} for ranks that have not called it: "
+                f"{', '.join(absent)}. Every rank must call it: remove a condition such as `if rank == 0` before it."
+                if absent
+                else None
+            )
+
+        return describe
 
     def number_beside(self, *directories: Path) -> None:
         """Makes serials grow over the checkpoints of other directories, too, so that the newest of all is known."""

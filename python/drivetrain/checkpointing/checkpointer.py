@@ -442,7 +442,7 @@ class Checkpointer:
             self._state.restore(state, tensors, is_same_world)
         except ValueError as error:
             cure = f"To start another run than that of {checkpoint.path}, choose another directory"
-            raise ValueError(f"{error}. {cure}") from error
+            raise ValueError(f"{str(error).rstrip('.')}. {cure}") from error
         self._steps = self._saved_steps = state["steps"]
         self._elapsed = state["elapsed"]
         self.restored = checkpoint

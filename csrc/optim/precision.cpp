@@ -18,7 +18,8 @@ bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == a
 
 std::string why_not(const Precision& precision, at::ScalarType dtype) {
   if (precision.master_bits == 24 && dtype == at::kHalf) {
-    return "master_bits=24 needs a bfloat16 parameter: use master_bits=32, which keeps a float32 copy";
+    return text("master_bits=24 needs a bfloat16 parameter, this is ", dtype,
+                ": use master_bits=32, which keeps a float32 copy");
   }
   const bool is_wide = c10::toRealValueType(dtype) == at::kDouble;
   if (is_wide && precision.state_bits != 0) {

@@ -101,6 +101,7 @@ void register_state(py::module_& m) {
         return keeps_32_bits(precision, *param.unsafeGetTensorImpl());
       },
       py::arg("precision"), py::arg("param"));
+  m.def("optim_why_not", &why_not, py::arg("precision"), py::arg("dtype"));
   m.def(
       "optim_is_state_as",
       [](const at::Tensor& param, const at::Tensor& state, const std::optional<at::Tensor>& scales,

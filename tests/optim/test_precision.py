@@ -716,7 +716,7 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "options", "message"),
     [
-        (torch.float16, {"master_bits": 24}, "'w': master_bits=24 needs a bfloat16 parameter"),
+        (torch.float16, {"master_bits": 24}, "'w': master_bits=24 needs a bfloat16 parameter, this is Half"),
         (torch.float64, {"state_bits": 8}, "'w': state_bits=8 is not for Double parameters"),
         (torch.float64, {"state_bits": "fp8"}, "'w': state_bits='fp8' is not for Double parameters"),
         (torch.complex64, {"state_bits": 16}, "'w': state_bits=16 needs real parameters, this is ComplexFloat"),
@@ -724,12 +724,29 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
 )
 def test_options_that_do_not_fit_a_parameter(dtype: torch.dtype, options: dict[str, Any], message: str) -> None:
     good, bad = torch.zeros(3).requires_grad_(), torch.zeros(3, dtype=dtype).requires_grad_()
-    optimizer = optim.AdamW([("good", good), ("w", bad)], **options)
+    with pytest.raises(ValueError, match=message):
+        optim.AdamW([("good", good), ("w", bad)], **options)
+    optimizer = optim.AdamW([("good", good)])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [("w", bad)], **options})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=message):
+        optim.AdamW([("good", good)], **options).add_param_group({"params": [("w", bad)]})
+    optimizer.add_param_group({"params": [("w", bad)]})
+    optimizer.param_groups[1].update(options)
     good.grad, bad.grad = torch.ones_like(good), torch.ones_like(bad)
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert torch.equal(good, torch.zeros(3))
     assert not optimizer.state
+
+
+def test_frozen_parameters_may_have_any_dtype() -> None:
+    params = [torch.zeros(3).requires_grad_(), torch.zeros(3, dtype=torch.float64)]
+    optimizer = optim.AdamW(params, state_bits=8)
+    params[0].grad = torch.ones(3)
+    optimizer.step()
+    assert list(optimizer.state) == [params[0]]
 
 
 def test_a_state_without_its_scales_is_named() -> None:

@@ -79,19 +79,26 @@ class LeftToTorch(StateDicts):
         if steps_itself(type(self.optimizer)):
             return []  # It may need other numbers, or never call this class's step.
         group = self.param_groups[index]
-        reasons = [sharded.why_not(param, group, self.rule.gathers) for param in group["params"]]
+        params: list[Tensor] = list(group["params"])
+        reasons = [sharded.why_not(param, group, self.rule.gathers) for param in params]
         refused: Refused = [
             (param, NotImplementedError(f"{sharded.label_of(group, index, place)} {reason}."))
-            for place, (param, reason) in enumerate(zip(group["params"], reasons, strict=True))
+            for place, (param, reason) in enumerate(zip(params, reasons, strict=True))
             if reason is not None
         ]
         if refused:
             return refused
         try:
-            _C.optim_check_hypers(self.asked_by(group, index)[2], index)
+            _, formats, numbers = self.asked_by(group, index)
+            _C.optim_check_hypers(numbers, index)
         except (NotImplementedError, TypeError, ValueError) as error:
-            return [(param, error) for param in group["params"]]
-        return []
+            return [(param, error) for param in params]
+        misfits = {dtype: _C.optim_why_not(formats, dtype) for dtype in {param.dtype for param in params}}
+        return [
+            (param, ValueError(f"{sharded.label_of(group, index, place)}: {misfits[param.dtype]}."))
+            for place, param in enumerate(params)
+            if misfits[param.dtype] and param.requires_grad
+        ]
 
     def note_refused(self, refused: Refused) -> None:
         """Leaves parameters of a new group to torch, at once or at the end of the constructor."""

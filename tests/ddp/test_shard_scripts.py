@@ -6,6 +6,7 @@ import functools
 import io
 import pickle
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,23 @@ def save_on_all() -> None:
         trained_on(net, optimizer, loaded, make, tolerance=1e-5 if options else 0.0)
 
 
+def save_during_looks(folder: Path) -> None:
+    """The others look at their own states, which puts parts in the place of parameters, while one rank saves."""
+    for mode in MODES:
+        net, optimizer = train(OURS["AdamW"], Odd(), shard=mode)
+        done = folder / f"done-{mode}"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for _ in range(20):
+                assert_plain(pickle.loads(pickle.dumps(optimizer.state_dict())), optimizer)
+            done.touch()
+        deadline = time.monotonic() + 60
+        while not done.exists() and time.monotonic() < deadline:
+            optimizer.state_dict()
+        assert done.exists()
+        del net
+
+
 def name_what_is_missing() -> None:
     """What cannot be saved whole raises, and says why."""
     net, optimizer = train(OURS["AdamW"], Odd(), shard="gradients")
@@ -281,6 +299,7 @@ def refuse_strangers() -> None:
 def test_one_rank_saves_whole_states(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(save_alone, tmp_path)
     on_ranks(save_on_all)
+    on_ranks(save_during_looks, tmp_path)
 
 
 def test_states_that_cannot_be_saved_whole_raise(on_ranks: OnRanks) -> None:

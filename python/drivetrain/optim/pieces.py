@@ -7,6 +7,7 @@ other ranks. torch's optimizers get plain tensors, on which their element-wise r
 
 import functools
 import inspect
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -449,10 +450,20 @@ def _whole(
     return torch.cat([local.cpu() if theirs is None else theirs for theirs in rows])
 
 
-def rows_of_state(optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> Tensor:
-    """Returns this rank's rows of an entry of the optimizer's state dict. Leaves the optimizer as it is."""
-    values = dict(optimizer.state.get(param, {}))
+def rows_of_state(optimizer: torch.optim.Optimizer, param: Tensor, name: str, limit_s: float = 5.0) -> Tensor:
+    """Returns this rank's rows of an entry of the optimizer's state dict, for a thread. Leaves the optimizer as it is.
+
+    Raises:
+        RuntimeError: There is no such entry, also not after the limit. Meanwhile the script's thread may have put
+            parts in the parameter's place, as in_place() does.
+    """
     piece = piece_of(param)
+    keys = [param] if piece is None else [param, piece.part, piece.local]
+    deadline = time.monotonic() + limit_s
+    while not (values := next((dict(found) for key in keys if (found := optimizer.state.get(key))), {})):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the parameter has no state {name!r}")
+        time.sleep(1e-3)
     if piece is not None and has_rule(type(optimizer)):
         values = portable(piece.part, piece.shared_state(values))
     if not isinstance(values.get(name), Tensor):

@@ -184,7 +184,8 @@ def test_a_host_joins(tmp_path: Path) -> None:
     begins = {line["rank"]: line["begin"] for line in lines if "begin" in line and line["world_size"] == 3}
     assert set(begins) == {0, 1, 2}
     assert len(set(begins.values())) == 1
-    done = max(line["step"] for line in lines if "step" in line and line["world_size"] == 2)
+    # The second host may join only with the third.
+    done = max(line["step"] for line in lines if "step" in line and line["world_size"] < 3)
     assert begins[0] in (done, done + 1)  # the last step was saved, and may not have been told any more
     steps = {line["step"] for line in lines if "step" in line and line["world_size"] == 3}
     assert min(steps) == begins[0] + 1

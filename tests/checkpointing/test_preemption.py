@@ -144,37 +144,46 @@ class Stuck(torch.utils.data.Dataset[int]):
         return index
 
 
+def begun() -> tuple[Any, Any]:
+    """Returns an iterator over a loader with one worker, and the worker. Other tests' processes may run as well."""
+    others = multiprocessing.active_children()
+    batches = iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, multiprocessing_context="fork"))
+    (worker,) = (child for child in multiprocessing.active_children() if child not in others)
+    return batches, worker
+
+
 def test_workers_ignore_a_notice_and_end_when_the_loader_ends_them() -> None:
     notices = Notices([signal.SIGTERM, signal.SIGUSR1], None, None)
     notices.open()
-    batches = iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, multiprocessing_context="fork"))
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    assert worker.pid is not None
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
-        os.kill(worker.pid, number)
-    next(batches)
-    assert worker.is_alive()
-    worker.terminate()
-    assert worker.exitcode is not None
-    notices.close()
+    try:
+        batches, worker = begun()
+        next(batches)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(worker.pid, number)
+        next(batches)
+        assert worker.is_alive()
+        worker.terminate()
+        assert worker.exitcode is not None
+    finally:
+        notices.close()
     del batches
 
 
 def test_without_a_notice_a_lost_worker_is_an_error() -> None:
     notices = Notices([signal.SIGUSR1], None, None)
     notices.open()
-    batches = iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, multiprocessing_context="fork"))
-    (worker,) = multiprocessing.active_children()
+    try:
+        batches, worker = begun()
 
-    def lose_worker() -> None:
-        worker.kill()
-        worker.join(WAIT_S)
-        list(batches)
+        def lose_worker() -> None:
+            worker.kill()
+            worker.join(WAIT_S)
+            list(batches)
 
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        lose_worker()
-    notices.close()
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            lose_worker()
+    finally:
+        notices.close()
 
 
 def make(folder: Path, **options: Any) -> tuple[torch.nn.Linear, torch.optim.Optimizer, Checkpointer]:

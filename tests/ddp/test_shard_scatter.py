@@ -1,5 +1,6 @@
 """Compares reduce-scatters of shard="gradients" with all-reduces: bits on every transport, and bytes on the wire."""
 
+import contextlib
 import inspect
 import itertools
 import os
@@ -33,8 +34,9 @@ def sent_and_received() -> Tensor:
     total = torch.zeros(2, dtype=torch.int64)
     for name in list(Path("/proc/self/fd").iterdir()):
         if not name.is_socket():
-            continue  # the listing's own file is closed meanwhile
-        with socket.socket(fileno=os.dup(int(name.name))) as found:
+            continue
+        # Other threads close connections meanwhile.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name.name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                 info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
                 total += torch.tensor([struct.unpack_from("<Q", info, at)[0] for at in (_BYTES_SENT, _BYTES_RECEIVED)])

@@ -580,7 +580,7 @@ def alone(fakes: Path, rank: int) -> str:
     if dist.get_rank() != rank:
         return ""
     with faked(fakes, timeout_s=SHORT_TIMEOUT_S):
-        model = DDP(make_net(), init_sync=False)
+        model = DDP(make_net(), init_sync=False, broadcast_buffers=False)
         return message_of(RuntimeError, lambda: model(inputs()).sum().backward())
 
 

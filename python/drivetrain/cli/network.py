@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
 from drivetrain.cli.launch import joined
 from drivetrain.cli.machine import FAMILY_VARIABLE, interface_addresses, ipv6_addresses
+from drivetrain.sockets import address_towards, receive
 
 _CONNECT_S = 3.0
 _FULL_MATRIX = 64  # ranks up to which every rank connects to every other one
@@ -151,15 +152,10 @@ def advertised_address() -> str:
 
 def _way_to(master_addr: str) -> str:
     """Returns the interface and address by which this host reaches rank 0's."""
-    with suppress(OSError):
-        for family, kind, _, _, where in socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(where)  # a datagram socket sends nothing here
-                mine = str(probe.getsockname()[0])
-                of_both = [*interface_addresses().items(), *ipv6_addresses().items()]
-                name = next((name for name, address in of_both if address == mine), "")
-                return f"{name} {mine}".strip()
-    return ""
+    mine = address_towards(master_addr)
+    of_both = [*interface_addresses().items(), *ipv6_addresses().items()]
+    name = next((name for name, address in of_both if address == mine), "")
+    return f"{name} {mine}".strip() if mine else ""
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
@@ -196,17 +192,8 @@ def _clock_offset(address: str, port: int) -> float:
     with socket.create_connection((address, port), _CONNECT_S) as connection:
         start = time.time()
         connection.sendall(_ASK_TIME)
-        (theirs,) = struct.unpack("!d", _receive(connection, 8))
+        (theirs,) = struct.unpack("!d", receive(connection, 8))
         return float(theirs) - (start + time.time()) / 2
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (block := connection.recv(size - len(data))):
-            raise ConnectionError("it closed the connection")
-        data += block
-    return data
 
 
 def measure_link(probe: Probe, where: Address, is_crowded: bool) -> Probe:
@@ -237,7 +224,7 @@ def _measure(probe: Probe, where: Address) -> Probe:
             connection.sendall(_SEND)
             for _ in range(_SENT // len(_BLOCK)):
                 connection.sendall(_BLOCK)
-            _receive(connection, 1)
+            receive(connection, 1)
             seconds = time.monotonic() - start
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SEGMENTS]
             resent, sent = struct.unpack_from("I", info, 0)[0], struct.unpack_from("I", info, 36)[0]

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..sockets import address_towards, receive
 from .gather import gather_objects, on_device
 
 _LIMIT_S = 300.0  # for one answer: a slow rank may still be in the step
@@ -125,7 +126,9 @@ class StateServer:
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._steps = steps
-        listener = socket.create_server((_own_address(), 0), backlog=128)
+        # The loopback address serves ranks that meet without a host, as in a file.
+        address = address_towards(os.environ.get("MASTER_ADDR", "")) or "127.0.0.1"
+        listener = socket.create_server((address, 0), backlog=128)
         own = (listener.getsockname()[:2], secrets.token_bytes(_NONCE_BYTES))
         with on_device(device):
             everyone = gather_objects(own, group)
@@ -151,7 +154,7 @@ class StateServer:
     def _ask(self, place: int, address: tuple[Any, ...], request: Request) -> Tensor:
         try:
             with socket.create_connection(address, timeout=_LIMIT_S + 10) as connection:
-                proof = hmac.digest(self._key, _receive_exactly(connection, _NONCE_BYTES), "sha256")
+                proof = hmac.digest(self._key, receive(connection, _NONCE_BYTES), "sha256")
                 _send(connection, proof + json.dumps(request).encode())
                 reply = _receive(connection)
         except OSError as error:
@@ -210,38 +213,13 @@ def _close(listener: socket.socket, pid: int) -> None:
     listener.close()
 
 
-def _own_address() -> str:
-    """Returns this host's address on the way to the ranks' meeting point, or the loopback address without one."""
-    master = os.environ.get("MASTER_ADDR")
-    if not master:
-        return "127.0.0.1"
-    try:
-        family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-
-
 def _send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(_LENGTH.pack(len(message)))
     connection.sendall(message)
 
 
 def _receive(connection: socket.socket, most: int = 1 << 62) -> bytes:
-    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+    (length,) = _LENGTH.unpack(receive(connection, _LENGTH.size))
     if length > most:
         raise ValueError(f"a message of {length} bytes, expected at most {most}")
-    return _receive_exactly(connection, length)
-
-
-def _receive_exactly(connection: socket.socket, length: int) -> bytes:
-    received = bytearray(length)
-    view = memoryview(received)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionError("the connection was closed")
-        view = view[count:]
-    return bytes(received)
+    return receive(connection, length)

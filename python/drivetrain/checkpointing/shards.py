@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..optim.pieces import params_by_key
 from ..optim.sharded import local_part
 from .errors import CheckpointError
 from .load import Checkpoint
@@ -224,11 +225,9 @@ def zero_state(optimizer: Any) -> dict[str, Any]:
     """Returns the state dict of a ZeroRedundancyOptimizer with the states of this rank's parameters alone."""
     whole = torch.optim.Optimizer.state_dict(optimizer)
     local = optimizer.optim.state_dict()
-    keys = [key for group in local["param_groups"] for key in group["params"]]
-    params = [param for group in optimizer.optim.param_groups for param in group["params"]]
     states = {
         optimizer._param_to_index[param]: local["state"][key]
-        for key, param in zip(keys, params, strict=True)
+        for key, param in params_by_key(optimizer.optim, local).items()
         if key in local["state"]
     }
     return {"state": states, "param_groups": whole["param_groups"]}

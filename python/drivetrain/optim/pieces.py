@@ -399,12 +399,17 @@ def restore(optimizer: torch.optim.Optimizer) -> None:
         swapped.back()
 
 
-def _distributed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state dict with this rank's rows as DTensors, which other numbers of ranks can load."""
+def params_by_key(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[Any, Tensor]:
+    """Returns the optimizer's parameters by the keys of their states in its state dict."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return dict(zip(keys, params, strict=True))
+
+
+def _distributed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state dict with this rank's rows as DTensors, which other numbers of ranks can load."""
     states = dict(state_dict["state"])
-    for key, param in zip(keys, params, strict=True):
+    for key, param in params_by_key(optimizer, state_dict).items():
         piece = _pieces.get(param)
         if piece is not None and key in states:
             states[key] = {name: piece.distributed_state(name, value) for name, value in states[key].items()}
@@ -420,10 +425,8 @@ def for_files(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
         return state_dict
     from .rows import rows_of  # after the first DTensor: the import takes a while
 
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     states = dict(state_dict["state"])
-    for key, param in zip(keys, params, strict=True):
+    for key, param in params_by_key(optimizer, state_dict).items():
         if key not in states or piece_of(param) is None:
             continue
         states[key] = dict(states[key])

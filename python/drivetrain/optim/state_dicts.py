@@ -129,7 +129,7 @@ class StateDicts(NativeStep):
         """Returns the state dict that torch's method returns, with the version of the formats."""
         with pieces.in_place(self.optimizer):
             result: dict[str, Any] = torchs_save()
-            params = self.params_by_key(result)
+            params = pieces.params_by_key(self.optimizer, result)
             for key in params.keys() & result["state"].keys():
                 result["state"][key] = sharded.portable(params[key], result["state"][key])
         result = pieces.for_files(self.optimizer, result)
@@ -148,15 +148,10 @@ class StateDicts(NativeStep):
                     if isinstance(value, Tensor) and name != "step":  # torch keeps that one
                         self.optimizer.state[param][name] = value.to(param.device)
 
-    def params_by_key(self, state_dict: dict[str, Any]) -> dict[Any, Tensor]:
-        params = [param for group in self.param_groups for param in group["params"]]
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        return dict(zip(keys, params, strict=True))
-
     def torch_state_dict(self) -> dict[str, Any]:
         """Returns the state dict in torch's own layout."""
         result: dict[str, Any] = self.optimizer.state_dict()
-        params_by_key = self.params_by_key(result)
+        params_by_key = pieces.params_by_key(self.optimizer, result)
         result["state"] = {
             key: precision.plain(state, params_by_key[key]) if key in params_by_key else state
             for key, state in result["state"].items()

@@ -123,6 +123,20 @@ def step_alike(ours: nn.Module, theirs: nn.Module, steps: int) -> None:
 # ---- Comparisons over ranks.
 
 
+def normed_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def trained_grads(model: nn.Module, steps: int = 3) -> list[Tensor]:
+    """Trains on each rank's own batches of 10 features, and returns copies of the gradients."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(4, 10, generator=generator)).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
 def assert_equal_on_ranks(tensors: list[Tensor]) -> None:
     for tensor in tensors:
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]

@@ -11,29 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_cases import assert_equal_on_ranks, inputs, message_of
+from ddp_cases import assert_equal_on_ranks, inputs, message_of, normed_net, trained_grads
 from drivetrain import DistributedDataParallel as DDP
 
 OnRanks = Callable[..., list[Any]]
 TRANSPORTS = ("shm", "torch")
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def train(model: nn.Module, steps: int = 3) -> list[Tensor]:
-    """Trains and returns copies of the gradients."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(steps):
-        model.zero_grad()
-        model(torch.randn(4, 10, generator=generator)).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def loaded(model: nn.Module) -> Any:
@@ -48,7 +34,7 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "file": loaded,
     "average": lambda model: AveragedModel(model).module,
-    "unsynchronized": lambda model: type(model)(net(), init_sync=False),
+    "unsynchronized": lambda model: type(model)(normed_net(), init_sync=False),
     "several": lambda model: [copy.deepcopy(copy.deepcopy(model)) for _ in range(2)][-1],
 }
 
@@ -57,7 +43,7 @@ def copies_on_one_rank() -> None:
     """One rank copies, evaluates and stores a copy between steps, which no other rank notices."""
     for transport in TRANSPORTS:
         for on in (0, 1):
-            ours, theirs = DDP(net(), transport=transport), TorchDDP(net())
+            ours, theirs = DDP(normed_net(), transport=transport), TorchDDP(normed_net())
             for make in COPIES.values():
                 if dist.get_rank() == on:
                     copied = make(ours)
@@ -68,15 +54,15 @@ def copies_on_one_rank() -> None:
                     with copied.no_sync():
                         copied.module(inputs()).sum().backward()
                     loaded(copied)
-                for mine, expected in zip(train(ours), train(theirs), strict=True):
+                for mine, expected in zip(trained_grads(ours), trained_grads(theirs), strict=True):
                     assert torch.equal(mine, expected)
 
 
 def copies_that_all_ranks_train() -> None:
     for transport in TRANSPORTS:
-        ours, theirs = DDP(net(), transport=transport), TorchDDP(net())
-        train(ours)
-        train(theirs)
+        ours, theirs = DDP(normed_net(), transport=transport), TorchDDP(normed_net())
+        trained_grads(ours)
+        trained_grads(theirs)
         if dist.get_rank() == 0:
             copy.deepcopy(ours)  # numbers wrappers on this rank alone
         for how in COPIES:
@@ -95,13 +81,13 @@ def copies_that_all_ranks_train() -> None:
             assert_equal_on_ranks([p.grad for p in copied.parameters()])
             if how != "unsynchronized":  # which takes the default
                 assert copied._get_ddp_logging_data()["transport"].startswith(transport)
-            for mine, other in zip(train(copied), train(expected), strict=True):
+            for mine, other in zip(trained_grads(copied), trained_grads(expected), strict=True):
                 assert torch.equal(mine, other)
 
 
 def copy_with_join() -> None:
     for wrap in (TorchDDP, DDP):
-        model = wrap(net(), init_sync=False)
+        model = wrap(normed_net(), init_sync=False)
         with model.join():
             for _ in range(1 + dist.get_rank()):
                 model(inputs()).sum().backward()
@@ -123,14 +109,14 @@ def unfrozen_on_one_rank() -> None:
     groups = [dist.new_group([rank]) for rank in range(2)]
     found = []
     for wrap in (TorchDDP, DDP):
-        module = net()
+        module = normed_net()
         module[0].requires_grad_(False)
         model = wrap(module, process_group=groups[dist.get_rank()])
-        train(model)
+        trained_grads(model)
         module[0].requires_grad_(True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found.append(train(model))
+            found.append(trained_grads(model))
     assert len(found[1]) == 6
     for mine, expected in zip(*found, strict=True):
         assert torch.equal(mine, expected)

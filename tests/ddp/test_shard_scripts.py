@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import os
 import pickle
 import socket
 import time
@@ -236,6 +237,14 @@ def save_during_looks(folder: Path) -> None:
         del net
 
 
+def save_over(master_addr: str) -> None:
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": master_addr}):
+        net, optimizer = train(OURS["AdamW"], Odd(), shard="optimizer")
+    assert_plain(saved_by(torch.save, optimizer.state_dict()), optimizer)
+    dist.barrier()
+    del net
+
+
 def name_what_is_missing() -> None:
     """What cannot be saved whole raises, and says why."""
     net, optimizer = train(OURS["AdamW"], Odd(), shard="gradients")
@@ -300,6 +309,8 @@ def test_one_rank_saves_whole_states(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(save_alone, tmp_path)
     on_ranks(save_on_all)
     on_ranks(save_during_looks, tmp_path)
+    on_ranks(save_over, "::1")
+    on_ranks(save_over, "no-such-host.invalid")
 
 
 def test_states_that_cannot_be_saved_whole_raise(on_ranks: OnRanks) -> None:

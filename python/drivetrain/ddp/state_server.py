@@ -128,7 +128,8 @@ class StateServer:
         self._steps = steps
         # The loopback address serves ranks that meet without a host, as in a file.
         address = address_towards(os.environ.get("MASTER_ADDR", "")) or "127.0.0.1"
-        listener = socket.create_server((address, 0), backlog=128)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=128)
         own = (listener.getsockname()[:2], secrets.token_bytes(_NONCE_BYTES))
         with on_device(device):
             everyone = gather_objects(own, group)

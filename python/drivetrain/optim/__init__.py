@@ -15,11 +15,11 @@ from .adamw_schedule_free import AdamWScheduleFree
 from .adopt import ADOPT
 from .asgd import ASGD
 from .deferral import clip_grad_norm_
+from .full_state import full_state_dict
 from .lamb import LAMB
 from .lion import Lion
 from .muon import Muon
 from .nadam import NAdam
-from .pieces import full_state_dict
 from .radam import RAdam
 from .rmsprop import RMSprop
 from .rprop import Rprop

@@ -433,24 +433,28 @@ def for_files(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
         for name, value in states[key].items():
             if is_dtensor(value):
                 rows = states[key][name] = rows_of(value)
-                rows.whole = functools.partial(
-                    _whole, weakref.ref(optimizer), weakref.ref(param), name, rows._local_tensor
-                )
+                rows.whole = functools.partial(_whole, weakref.ref(optimizer), weakref.ref(param), name, value)
     return {**state_dict, "state": states}
 
 
 def _whole(
-    of_optimizer: "weakref.ref[torch.optim.Optimizer]", of_param: "weakref.ref[Tensor]", name: str, local: Tensor
+    of_optimizer: "weakref.ref[torch.optim.Optimizer]", of_param: "weakref.ref[Tensor]", name: str, value: "DTensor"
 ) -> Tensor:
     """Returns all ranks' rows of a state. Raises RuntimeError if they cannot be had."""
     optimizer, param = of_optimizer(), of_param()
     piece = None if param is None else piece_of(param)
     if optimizer is None or param is None or piece is None:
         raise RuntimeError("the optimizer or the wrapper was deleted")
-    if state_placements(piece.part, name)[0].is_replicate():
-        return local.cpu()
+    local = local_part(value).cpu()
+    if value.placements[0].is_replicate():  # also a state that a rule gathers, such as Adafactor's column averages
+        return local
     rows = piece.owner.rows_of_ranks(optimizer, param, name)
-    return torch.cat([local.cpu() if theirs is None else theirs for theirs in rows])
+    whole = torch.cat([local if theirs is None else theirs for theirs in rows])
+    if whole.shape != value.shape:
+        raise RuntimeError(
+            f"the ranks' rows of state {name!r} have shape {tuple(whole.shape)}, expected {tuple(value.shape)}"
+        )
+    return whole
 
 
 def rows_of_state(optimizer: torch.optim.Optimizer, param: Tensor, name: str, limit_s: float = 5.0) -> Tensor:
@@ -473,29 +477,3 @@ def rows_of_state(optimizer: torch.optim.Optimizer, param: Tensor, name: str, li
         raise RuntimeError(f"the parameter has no state {name!r}")
     value: Tensor = values[name]
     return local_part(value) if is_dtensor(value) else value
-
-
-def full_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> dict[str, Any]:
-    """Returns an optimizer's state dict with whole tensors in place of DTensors, which one process can load.
-
-    All ranks gather one state at a time, so that no rank but `rank` has more than one whole state. Every rank must
-    call it. It takes any optimizer with DTensor states, such as those of DistributedDataParallel(shard=...).
-
-    Args:
-        optimizer: The optimizer.
-        rank: The global rank that keeps the result. None keeps it on every rank.
-
-    Returns:
-        The state dict on that rank, with tensors on the CPU; an empty dict on the others.
-    """
-    keeps = rank is None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
-    state_dict = optimizer.state_dict()
-    states: dict[Any, Any] = {}
-    for key, values in state_dict["state"].items():
-        whole = {}
-        for name, value in values.items():
-            found = value.full_tensor() if is_dtensor(value) else value
-            if keeps:
-                whole[name] = found.cpu() if isinstance(found, Tensor) else found
-        states[key] = whole
-    return {**state_dict, "state": states} if keeps else {}

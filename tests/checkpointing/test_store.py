@@ -9,6 +9,7 @@ import os
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drivetrain import _C
-from drivetrain.checkpointing import Checkpoint, CheckpointError, Store
+from drivetrain.checkpointing import Checkpoint, CheckpointError, Store, load
 from drivetrain.checkpointing.directory import leftovers
 from drivetrain.checkpointing.layout import CHUNK_BYTES, part_name, temporary_name
 from warm_python import warm_python
@@ -236,6 +237,26 @@ def test_latest_passes_over_damaged_metadata_and_says_why(tmp_path: Path, caplog
     assert latest.path == older.path
     assert record.name in caplog.text
     assert "CRC32C" in caplog.text
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Store(tmp_path) as store:
+        for step in (1, 2):
+            store.save(step, {"x": torch.ones(3)}, None).result(LIMIT_S)
+
+    read = load._read_manifest
+
+    def deleted(path: Path, *options: Any) -> Any:
+        if path.name.endswith("1"):
+            path.rename(tmp_path / ".trash-step-1")
+        return read(path, *options)
+
+    monkeypatch.setattr(load, "_read_manifest", deleted)
+    found = load.survey(tmp_path)
+    assert [one.step for one in found.complete] == [2]
+    assert found.damaged == []
 
 
 def test_latest_of_an_empty_directory_is_none(tmp_path: Path) -> None:

@@ -294,10 +294,11 @@ def find_checkpoints(
     ):
         try:
             yield Checkpoint(entry, encryption, audit)
-        except (DamagedError, EncryptionError) as error:
-            yield error
         except CheckpointError as error:
-            yield DamagedError(entry, MANIFEST, str(error))
+            if not entry.exists():
+                continue  # a training that keeps only the newest ones has deleted it meanwhile
+            is_plain = not isinstance(error, DamagedError | EncryptionError)
+            yield DamagedError(entry, MANIFEST, str(error)) if is_plain else error
 
 
 class Survey(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_crashes import harness
+from checkpoint_crashes import harness, writes
 from checkpoint_crashes.contents import problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Disk
 from drivetrain.checkpointing import CheckpointError, Store
@@ -48,6 +48,11 @@ def test_kills_lose_nothing(
     outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + num_rounds), world_size, is_encrypted))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
     assert sum(killed for _, killed, _ in outcomes) > num_rounds // 4  # others ended before their random call
+
+
+def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
+    outcomes = list(writes.write_rounds(tmp_path, range(SEED, SEED + rounds(50, 200))))
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])

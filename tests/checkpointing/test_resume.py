@@ -24,7 +24,6 @@ ONE_RANK = [
     Case("persistent workers", workers=2, persistent=True, sampler="random"),
     Case("stateful", sampler="stateful"),
     Case("stateful workers", sampler="stateful", workers=2),
-    Case("blocking", extra={"snapshot": "blocking"}, every=3),
 ]
 TWO_RANKS = [
     Case("ours", wrapper="ours"),

@@ -44,14 +44,14 @@ class State:
         self.tensors |= {"buffer": late_device.full(9, 77), "count": torch.tensor(5)}
 
     def capture(self, header: Any) -> Any:
-        return SimpleNamespace(tensors=self.tensors, state={}, steady={f"weight{i}" for i in range(4)})
+        return SimpleNamespace(tensors=self.tensors, state={})
 
 
-def check(seed: int, writes_early: bool) -> None:
+def check(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder, Store(folder, timeout=LIMIT_S) as store:
         late_device.set_stream(0)
         state = State()
-        saver = Saver(store, state, True, LIMIT_S)  # type: ignore[arg-type]
+        saver = Saver(store, state, LIMIT_S)  # type: ignore[arg-type]
         for step in range(2):  # the second save uses the memory of the first again
             gate.clear()
             late_device.set_stream(step % 2)
@@ -59,22 +59,15 @@ def check(seed: int, writes_early: bool) -> None:
             before = late_device.num_waits()
             late_device.let_host_wait(False)
             saver.begin(step, {})
-            late_device.fill(state.tensors["buffer"], -1)  # the forward pass
             state.tensors["count"].fill_(-1)
-            if writes_early and step == 1:
-                state.tensors["weight2"].mul_(3)
-            saver.settle()
-            for i in range(4):
-                late_device.fill(state.tensors[f"weight{i}"], -1)  # the optimizer's step
+            for tensor in state.tensors.values():  # a script may write anything right after the save has begun
+                if tensor.device.type != "cpu":
+                    late_device.fill(tensor, -1)
             assert late_device.num_waits() == before
             late_device.let_host_wait(True)
             late_device.run(seed)
             gate.set()
             saver.wait()
-            if writes_early and step == 1:
-                assert "'weight2' was written between" in str(saver.error), saver.error
-                assert [one.step for one in store.checkpoints()] == [0]
-                return
             assert saver.error is None, saver.error
             found = store.checkpoints()[-1].load()
             expected = {"weight0": 0, "weight1": 1, "weight2": 2, "weight3": 3, "buffer": 9, "count": 5}
@@ -88,8 +81,7 @@ def check(seed: int, writes_early: bool) -> None:
 
 
 for seed in range(10):
-    check(seed, writes_early=False)
-check(0, writes_early=True)
+    check(seed)
 late_device.set_stream(0)
 assert late_device.num_streams() >= 1
 print("each save has the values of its step")

@@ -1,4 +1,4 @@
-"""`Checkpointer`: saves the whole training state in the background, resumes it exactly, and leaves on preemption."""
+"""`Checkpointer`: saves the whole training state while the training goes on, and resumes it exactly."""
 
 import datetime
 import logging
@@ -86,10 +86,6 @@ class Checkpointer:
             and `mtbf`; see `interval.daly_interval`.
         keep: Number of checkpoints to keep; None keeps all.
         mtbf: Mean time between failures, for "auto", as a duration like "4h".
-        snapshot: "background" copies parameters and optimizer states under the next forward and backward passes, and
-            the optimizer's step waits for the copy. "blocking" copies in `step()`: for scripts that change parameters
-            elsewhere. Tensors on GPUs are copied into pinned memory on a stream of their own, for which the GPU waits
-            and not the host.
         on_error: "raise" raises a CheckpointError in the next `step()` of every rank after a save has failed. "log"
             writes it to the log and goes on.
         signals: Signals that announce a preemption, such as (SIGTERM, SIGUSR1) under SLURM.
@@ -131,7 +127,6 @@ class Checkpointer:
         every: str | int | datetime.timedelta | None = "5min",
         keep: int | None = 3,
         mtbf: str | float | datetime.timedelta = "4h",
-        snapshot: str = "background",
         on_error: str = "raise",
         signals: Iterable[int] = (signal.SIGTERM,),
         preemption_file: str | os.PathLike[str] | None = None,
@@ -143,12 +138,8 @@ class Checkpointer:
         audit: bool | str | os.PathLike[str] = True,
         tiers: Sequence[Ram | Remote] = (),
     ) -> None:
-        for name, value, known in (
-            ("snapshot", snapshot, ("background", "blocking")),
-            ("on_error", on_error, ("raise", "log")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}")
+        if on_error not in ("raise", "log"):
+            raise ValueError(f"on_error is {on_error!r}, expected 'raise' or 'log'")
         if exit_code is not None and not 0 <= exit_code <= 255:
             raise ValueError(f"exit_code is {exit_code}, expected 0 to 255, or None to continue after the block")
         if not (math.isfinite(timeout) and timeout > 0):
@@ -175,7 +166,7 @@ class Checkpointer:
         )
         self._description = environment.describe(config, self._ranks.world_size)
         self._owns_store = not isinstance(directory, Store)
-        self._directory, self._keep, self._is_background = directory, keep, snapshot == "background"
+        self._directory, self._keep = directory, keep
         self._encryption, self._audit, self._run = encryption, audit, run
         self._saver: Saver | None = None  # inside of the block
         self._store: Store | None = None
@@ -234,8 +225,6 @@ class Checkpointer:
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
             self._state.open(lambda: self._notices.reason is not None)
             self._restore(self._store)
-            self._saver.open()
-            self._tiers.start()
             self._entered_at = time.monotonic()
             leaving = self._ranks.exchange(self._flags()).leave
             _company.join(self, self._save_last)
@@ -473,7 +462,7 @@ class Checkpointer:
         )
 
     def _new_saver(self, store: Store) -> Saver:
-        return Saver(store, self._state, self._is_background, self._timeout)
+        return Saver(store, self._state, self._timeout)
 
     def _open_saver(self) -> Saver:
         if self._saver is None:
@@ -485,8 +474,6 @@ class Checkpointer:
         _company.part(self)
         self._tiers.close(is_orderly and saver is not None and saver.saved_step == self._steps)
         self._elapsed, self._entered_at = self.elapsed, None
-        if saver is not None:
-            saver.close()
         self._state.close()
         self._notices.close()
         self._ranks.drop()

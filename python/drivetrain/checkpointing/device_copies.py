@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,42 +19,33 @@ _POLL_S = 0.002
 class DeviceCopies:
     """One snapshot of tensors on accelerators. The host waits for nothing until `wait`.
 
-    The copies begin when all work that the current streams have by now is done. `order_early` and `order` let the work
-    that the current streams get later begin after copies.
+    The copies begin when all work that the current streams have by now is done. Work that these streams get later
+    waits for the copies.
 
     Attributes:
         host: Where the tensors are once `wait` has returned, by name.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], early: Collection[str], slabs: Slabs) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], slabs: Slabs) -> None:
         """
         Args:
             tensors: Tensors to copy. Tensors on the host are copied before this returns.
-            early: Names of the tensors to copy first.
             slabs: Lends the pinned memory. No other snapshot may use it until this one is written.
         """
         self._sources = [tensor for tensor in tensors.values() if tensor.device.type != "cpu"]  # until they are copied
-        self._early: list[tuple[torch.device, Any]] = []
-        self._all: list[tuple[torch.device, Any]] = []
+        self._ends: list[tuple[torch.device, Any]] = []
         places = slabs.lend({name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"})
         self.host = {name: places[name] if name in places else tensor.clone() for name, tensor in tensors.items()}
         for device in dict.fromkeys(tensor.device for tensor in self._sources):
             stream = slabs.stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
             with stream:
-                for is_early, events in ((True, self._early), (False, self._all)):
-                    for name in places:
-                        if tensors[name].device == device and (name in early) == is_early:
-                            places[name].copy_(tensors[name], non_blocking=True)
-                    events.append((device, stream.record_event()))
-
-    def order_early(self) -> None:
-        """Lets later work of the current streams wait for the tensors that were copied first."""
-        _order(self._early)
-
-    def order(self) -> None:
-        """Lets later work of the current streams wait for all copies."""
-        _order(self._all)
+                for name in places:
+                    if tensors[name].device == device:
+                        places[name].copy_(tensors[name], non_blocking=True)
+                end = stream.record_event()
+            torch.accelerator.current_stream(device).wait_event(end)
+            self._ends.append((device, end))
 
     def wait(self, timeout: float) -> None:
         """Waits on the host until all tensors are copied.
@@ -63,7 +54,7 @@ class DeviceCopies:
             CheckpointError: That took longer than `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        for device, event in self._all:
+        for device, event in self._ends:
             while not event.query():  # event.synchronize() has no limit
                 if time.monotonic() >= deadline:
                     raise CheckpointError(
@@ -114,8 +105,3 @@ def can_copy(tensors: Mapping[str, Tensor]) -> bool:
     is_plain = all(tensor.layout == torch.strided for tensor in tensors.values())
     has_streams = current is not None and current.type != "mps" and kinds == {current.type}
     return has_streams and is_plain and host_bytes <= _LARGEST_CLONE
-
-
-def _order(events: list[tuple[torch.device, Any]]) -> None:
-    for device, event in events:
-        torch.accelerator.current_stream(device).wait_event(event)

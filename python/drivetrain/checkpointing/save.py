@@ -69,7 +69,6 @@ class Save:
         self._open: Callable[[Path], Checkpoint] = Checkpoint
         self._ready: Callable[[float], None] | None = None  # waits until the tensors have their values
         self._progress: Callable[[], str] = str  # where the thread that writes is
-        self._discarded: str | None = None  # why the save must not complete
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
 
     def __repr__(self) -> str:
@@ -111,21 +110,6 @@ class Save:
                 f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "
                 f"or the machine is overloaded{self._progress()}. Save less often, or raise `timeout`."
             )
-
-    def discard_unless_copied(self, names: Iterable[str], reason: str) -> bool:
-        """Makes the save fail with `reason` unless these tensors are copied; returns whether it will.
-
-        Raises:
-            KeyError: The save has no such tensor.
-        """
-        self._discarded = reason  # before the look: a copy that ends in between then fails too
-        if all(self.copied(name) for name in names):
-            self._discarded = None
-        return self._discarded is not None
-
-    def discard(self, reason: str) -> None:
-        """Makes the save fail with `reason`, unless it is complete."""
-        self._discarded = reason
 
     def done(self) -> bool:
         """Returns whether the save has succeeded or failed."""

@@ -10,8 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from ..ddp.accumulate import Window
 from ..optim import pieces, precision
-from ..optim.base import FusedOptimizer
-from ..optim.kept import kept_of
 from ..optim.sharded import is_dtensor, local_part, state_placements
 from ..wrapped import unwrapped
 from . import rng, shards
@@ -30,12 +28,10 @@ class Snapshot(NamedTuple):
     Attributes:
         tensors: Tensors by name, on their devices, sharing memory with the training's.
         state: All other values, as JSON with references to tensors of all ranks.
-        steady: Names of tensors that only a step of a followed optimizer changes.
     """
 
     tensors: dict[str, Tensor]
     state: JSON
-    steady: set[str]
 
 
 class TrainingState:
@@ -137,9 +133,7 @@ class TrainingState:
         state = {**header, **makers, **{name: encoder.encode(value, name) for name, value in values.items()}}
         split = [index for index, optimizer in enumerate(self.optimizers) if shards.is_zero(optimizer)]
         state |= {"meshes": encoder.meshes, "split_optimizers": split}
-        steady = self._steady()
-        mine = self._share(encoder.tensors)
-        return Snapshot(mine, state, {name for name, tensor in mine.items() if _key(tensor) in steady})
+        return Snapshot(self._share(encoder.tensors), state)
 
     def restore(self, state: JSON, tensors: Mapping[str, Tensor], is_same_world: bool) -> None:
         """Restores what `capture` returned on this rank, or on another one if the number of ranks has changed.
@@ -247,12 +241,6 @@ class TrainingState:
             if name not in wrapper.parameters_to_ignore and wrapper.process_group.size() == self._world_size
         ]
         return _memory_of(params, self.optimizers)
-
-    def _steady(self) -> set[Any]:
-        """Returns the memory that only steps of optimizers change, whose hooks wait for copies."""
-        followed = [optimizer for optimizer in self.optimizers if changes_in_step_only(optimizer)]
-        params = [param for one in followed for group in one.param_groups for param in group["params"]]
-        return _memory_of(params, followed)
 
     def _share(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns this rank's own tensors and its share of the replicated ones."""
@@ -396,15 +384,6 @@ def _has_unreduced_gradient(param: Any) -> bool:
     if param.unsharded_accumulated_grad is not None:
         return True
     return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
-
-
-def changes_in_step_only(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether parameters and states change only in `step()`, whose hooks run before it."""
-    if isinstance(optimizer, FusedOptimizer) and kept_of(optimizer).in_backward is not None:
-        return False
-    # Others may swap or average parameters between steps. A replay of a CUDA graph calls no hook.
-    is_known = isinstance(optimizer, FusedOptimizer) or type(optimizer).__module__.startswith("torch.optim.")
-    return is_known and not any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def split(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

@@ -203,11 +203,6 @@ class Tiers:
                 failure = error
         self._raise_together(failure)
 
-    def start(self) -> None:
-        """Makes optimizers wait for copies into memory; called once the state is restored."""
-        if self._ram_saver is not None:
-            self._ram_saver.open()
-
     def step(self, steps: int, header: Mapping[str, Any]) -> None:
         """Saves into memory if that is due. Waits for the last save into memory first."""
         saver = self._ram_saver
@@ -242,10 +237,8 @@ class Tiers:
         self._closed_status = self.status()
         saver, self._ram_saver = self._ram_saver, None
         store, self._ram_store = self._ram_store, None
-        if saver is not None:
-            if is_orderly:
-                saver.wait()
-            saver.close()
+        if saver is not None and is_orderly:
+            saver.wait()
         if store is not None:
             try:
                 _close(store, self._timeout if is_orderly else 0.0 if survivors.are_expected() else _LAST_SAVE_S)

@@ -184,8 +184,6 @@ class Writer:
                 f"{folder / name} was not written within {self._timeout_s:g} s: the disk is slow or does not answer. "
                 "Check it, or raise `timeout`."
             )
-        if save._discarded is not None:
-            raise CheckpointError(save._discarded)
         save.write_s = time.monotonic() - save._began
         record = self._record(save, snapshot, name)
         if cipher is None:

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from checkpoint_crashes import group_signals, harness, signals, writes
+from checkpoint_crashes import group_signals, harness, resumes, signals, writes
 
 RECORDED_RUNS = 10
 KINDS = [
     *("kill -9 of one rank", "kill -9 of one of two ranks", "kill -9, encrypted"),
     *("power cut", "power cut, encrypted", "flipped bit", "SIGTERM", "signal to a job with workers"),
-    "write between steps",
+    *("write between steps", "resume of a loop"),
 ]
 SIGNALS_PER_ROUND = 10  # one signal for so many rounds of the other kinds, because each starts a training
 
@@ -78,6 +78,7 @@ def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[tuple[int,
     some = seeds[: -(-len(seeds) // SIGNALS_PER_ROUND)]
     yield "SIGTERM", signals.signal_rounds(folder, some)
     yield "signal to a job with workers", group_signals.group_rounds(folder, some)
+    yield "resume of a loop", resumes.resume_rounds(folder, some)
 
 
 if __name__ == "__main__":

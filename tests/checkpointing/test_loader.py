@@ -157,6 +157,44 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next(make: Any, options: di
             assert first + rest == whole, epoch
 
 
+def together(stop_after: int | None, state: Any = None) -> tuple[list[Any], Any]:
+    """Iterates over two loaders together, the second of which begins one batch later."""
+    seed()
+    first, second = shuffled(), with_replacement()
+    position = position_of([first, second])
+    position.open()
+    found: list[Any] = []
+
+    def stop() -> Any:
+        encoder = Encoder(lambda _: False, "")
+        text = json.dumps(encoder.encode({"position": position.state(), "rng": rng.capture()}, ""))
+        position.close()
+        return decode(json.loads(text), encoder.tensors)
+
+    if state is not None:
+        position.restore(state["position"], True)
+        rng.restore(state["rng"])
+    for _ in range(position.epoch, EPOCHS):
+        ours, theirs = iter(first), iter(second)
+        is_first = position.state()[0]["start"] is not None and not found and state is None
+        for batch in ours:
+            found.append((batch.tolist(), [] if is_first else next(theirs).tolist(), torch.rand(()).item()))
+            is_first = False
+            position.stepped()
+            if len(found) == stop_after:
+                return found, stop()
+    position.close()
+    return found, None
+
+
+def test_loaders_that_are_iterated_together() -> None:
+    whole, _ = together(None)
+    for place in range(1, len(whole)):
+        begun, state = together(place)
+        rest, _ = together(None, state)
+        assert begun + rest == whole, place
+
+
 @pytest.mark.parametrize("make", LOADERS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_workers_and_a_second_resume(make: Any, options: dict[str, Any]) -> None:

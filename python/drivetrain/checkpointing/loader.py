@@ -93,6 +93,7 @@ class _Counted(Position):
         self.batches = 0  # taken in the iteration under way
         self.is_exhausted = False  # the iteration under way has ended
         self._start: Any = None  # random states at its beginning; None: there is none
+        self._first: Any = None  # those at its first fetch, with which a sampler draws if there are no workers
         self._workers_start: Any = None  # those at the start of persistent workers, which later iterations reuse
         self._is_reuse = False  # the iteration under way reuses workers
         self._resumed: Any = None  # the state with which the next iteration continues
@@ -137,7 +138,7 @@ class _Counted(Position):
             if self._has_stepped or not self._ever_stepped or self.counts_all:
                 self._count += 1
             self._has_stepped = False
-            self._start = self._streams()
+            self._start, self._first = self._streams(), None
             self._is_reuse = self._workers_start is not None
             if self._is_persistent() and not self._is_reuse:
                 self._workers_start = self._start
@@ -146,13 +147,31 @@ class _Counted(Position):
             self._restarts_workers = False
             self._set_streams(self._workers_start)
             return self._hand_out(self._iterate_from({}), None)
-        self._start, self._is_reuse = resumed["start"], resumed["is_reuse"]
+        self._start, self._first, self._is_reuse = resumed["start"], resumed.get("first"), resumed["is_reuse"]
         self._workers_start = resumed["workers_start"]
         return self._hand_out(self._iterate_again(resumed), resumed)
 
+    def fetching(self) -> None:
+        """Learns that the training is about to fetch a batch.
+
+        Between the begin of an iteration and its first fetch, other loaders and the script may draw random numbers.
+        """
+        if self._first is None and not self._loader.num_workers:
+            self._first = self._streams()
+        if self._before_fetch is not None:
+            self._before_fetch()
+
     def end(self) -> None:
         """Ends the iteration under way, whose batches are all taken."""
+        is_at_once = self._resumed is not None
         self.is_exhausted, self._resumed = True, None
+        for other in self.others if is_at_once else ():
+            other.other_ended()
+
+    def other_ended(self) -> None:
+        """Lets the next iteration be a new one, as loops over several loaders end with the shortest."""
+        if self._has_begun:
+            self._resumed = None
 
     def has_lost_workers(self, batches: Iterator[Any]) -> bool:
         """Returns whether a worker has ended under a notice, so that the iteration must begin again."""
@@ -185,6 +204,7 @@ class _Counted(Position):
             "epoch": self._count - self._is_between,
             "is_exhausted": is_end,
             "start": self._start,
+            "first": self._first if self._start is not None else None,
             "workers_start": self._workers_start,
             "is_reuse": self._is_reuse,
             "own": [rng.state_of(one) for one in self._own_generators()] if is_end else [],
@@ -366,14 +386,17 @@ class _MapStyleLoader(_Counted):
     def _iterate_from(self, state: Any) -> Iterator[Any]:
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         original = getattr(self._loader, name)
-        # An iteration over running workers drew no seed for them before its sampler drew.
-        before = functools.partial(self._set_streams, self._start) if self._is_reuse else None
+        # An iteration over running workers drew no seed for them before its sampler drew. One without workers asked its
+        # sampler at the first fetch.
+        then = self._start if self._is_reuse else self._first
+        before = None if then is None else functools.partial(self._set_streams, then)
         skipping = Skipping(original, state.get("batches", 0), before)
         # DataLoader refuses to replace its sampler, because an iteration under way would not see it. None is.
         object.__setattr__(self._loader, name, skipping)
         try:
             iterator = self._iterate()
-            skipping.prime()
+            if then is not None or self._loader.num_workers or "first" not in state:
+                skipping.prime()
         finally:
             object.__setattr__(self._loader, name, original)
         return iterator
@@ -427,8 +450,7 @@ class _CountedBatches:
         return iter(self._fetch, END), self
 
     def begin_fetch(self) -> None:
-        if self._counted._before_fetch is not None:
-            self._counted._before_fetch()
+        self._counted.fetching()
 
     def count(self) -> None:
         self._counted.batches += 1

@@ -1,6 +1,6 @@
 """Defines the position in the training data, whose kinds for DataLoaders are in `loader`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -18,6 +18,7 @@ class Position:
     epoch = 0
     is_exhausted = False  # the position is the end of an epoch
     counts_all = False  # each iteration is an epoch, also one in which no step is made before the next one begins
+    others: Sequence["Position"] = ()  # those of the loaders that the training uses as well
 
     def call_before_fetch(self, call: Callable[[], None]) -> None:
         """Calls `call` before each batch that the training fetches.
@@ -43,6 +44,9 @@ class Position:
         Raises:
             RuntimeError: The training iterates over something else.
         """
+
+    def other_ended(self) -> None:
+        """Learns that a restored iteration over another loader has ended without a further batch."""
 
     def resumes_on(self, world_size: int) -> bool:
         """Returns True if another number of ranks saw each sample that is left once in the epoch."""
@@ -85,6 +89,8 @@ class Several(Position):
 
     def __init__(self, positions: list[Position]) -> None:
         self._positions = positions
+        for position in positions:
+            position.others = [one for one in positions if one is not position]
 
     @property
     def epoch(self) -> int:  # type: ignore[override]

@@ -1,0 +1,135 @@
+"""Kills loops at random moments, resumes them, and compares each of their steps with an uninterrupted run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from drivetrain.checkpointing import Checkpointer
+from warm import warm_context
+
+STEPS = 28  # five epochs of most loops
+LIMIT_S = 300.0
+_LONGEST_DELAY_S = 0.03  # from the drawn step to the kill, about two steps
+
+
+class Run:
+    """One process of a training, from its start or from a checkpoint to its end or its death.
+
+    Args:
+        folder: Has the checkpoints, and a line for each step of all processes.
+        seed: Draws how often the run saves, and when it dies.
+        death: The step after which it dies; None for a run that ends.
+    """
+
+    def __init__(self, folder: Path, seed: int, death: int | None) -> None:
+        self._folder, self._death = folder, death
+        self._rng = random.Random(seed)
+        self._every = self._rng.choice([1, 1, 2, 5])
+        self._ckpt: Checkpointer | None = None
+
+    def checkpointer(self, **objects: Any) -> Checkpointer:
+        """Returns a Checkpointer of these objects."""
+        options: dict[str, Any] = {"every": self._every, "signals": (), "timeout": LIMIT_S}
+        self._ckpt = Checkpointer(self._folder / "checkpoints", **options, **objects)
+        return self._ckpt
+
+    def ends(self, model: nn.Module, loss: Tensor) -> bool:
+        """Notes the loss and the weights of a step, and returns whether it is the last one."""
+        assert self._ckpt is not None
+        step, bits = self._ckpt.steps, 0
+        for tensor in model.state_dict().values():
+            bits = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), bits)
+        with (self._folder / "log").open("a") as log:
+            log.write(json.dumps({"step": step, "loss": loss.item().hex(), "bits": bits}) + "\n")
+        if step == self._death:
+            delay = self._rng.random() * _LONGEST_DELAY_S
+            threading.Thread(target=_die_after, args=(delay,), daemon=True).start()
+        if step == STEPS and self._death is not None:
+            time.sleep(LIMIT_S)  # dies meanwhile
+        return step == STEPS
+
+
+def _die_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
+    """Yields (seed, True, problems) for each seed. Seeds that follow each other take one loop after the other."""
+    names = list(_loops())
+    for seed in seeds:
+        name = names[seed % len(names)]
+        place = folder / f"{name}-{seed}"
+        problems = [f"{name}: {problem}" for problem in resume_round(name, place, seed)]
+        if not problems:
+            shutil.rmtree(place)
+        yield seed, True, problems
+
+
+def resume_round(name: str, folder: Path, seed: int) -> list[str]:
+    """Runs a loop to its end, and again with two deaths at drawn steps. Returns what is wrong."""
+    rng = random.Random(seed)
+    first = rng.randrange(1, STEPS - 4)
+    deaths: list[int | None] = [first, rng.randrange(first + 1, STEPS - 2), None]
+    for place in ("whole", "killed"):
+        (folder / place).mkdir(parents=True)
+    codes = [_in_process(name, folder / "whole", seed, None)]
+    codes += [_in_process(name, folder / "killed", seed + at, death) for at, death in enumerate(deaths)]
+    if codes != [0, -signal.SIGKILL, -signal.SIGKILL, 0]:
+        errors = [file.read_text() for file in folder.glob("*/errors")]
+        return [f"its processes ended with {codes}: {''.join(errors)}"]
+    expected = {line["step"]: line for line in _lines(folder / "whole")}
+    found = _lines(folder / "killed")
+    wrong = sorted({line["step"] for line in found if line != expected.get(line["step"])})
+    problems = [f"steps {wrong} differ from the uninterrupted run, deaths after {deaths[:2]}"] if wrong else []
+    if {line["step"] for line in found} != set(expected):
+        problems.append(f"it made the steps {[line['step'] for line in found]}")
+    if not any(line["step"] > 1 for line in (found[first], found[first - 1])):
+        problems.append("it began again")
+    return problems
+
+
+def _loops() -> dict[str, Any]:
+    loops: dict[str, Any] = importlib.import_module("checkpoint_crashes.loops").LOOPS
+    return loops
+
+
+def _in_process(name: str, folder: Path, seed: int, death: int | None) -> int | None:
+    process = warm_context().Process(target=_train, args=(name, folder, seed, death))
+    process.start()
+    process.join(LIMIT_S)
+    process.kill()
+    process.join(LIMIT_S)
+    return process.exitcode
+
+
+def _train(name: str, folder: Path, seed: int, death: int | None) -> None:
+    torch.set_num_threads(1)
+    for set_seed in (torch.manual_seed, random.seed, np.random.seed):
+        set_seed(11)
+    try:
+        _loops()[name](Run(folder, seed, death))
+    except BaseException:
+        (folder / "errors").write_text(traceback.format_exc())
+        raise
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "log").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

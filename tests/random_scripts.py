@@ -19,7 +19,7 @@ from optim_cases import TORCHS, TORCHS_SCALER
 SECONDS_OF_A_CHILD = 10  # a forked child that takes longer is killed, which fails the comparison
 GRADIENTS = ("new", "none", "zero", "view", "strided", "transposed", "expanded", "in place", "data", "times")
 GRADIENTS += ("shared", "short", "cast", "inf", "nan")
-STATES = ("replace", "in place", "pop", "clear", "new dict", "resize", "extra", "swap")
+STATES = ("replace", "in place", "pop", "clear", "new dict", "resize", "retype", "extra", "swap")
 WAYS = ("state", "vars", "proxy", "update")  # by which scripts reach states
 PARAMETERS = ("data", "in place", "resize", "freeze", "thaw", "transpose", "view")
 LOOKS = ("grads", "state", "vars", "state_dict", "groups", "kept", "repr")
@@ -298,6 +298,8 @@ class Side:
                     entries[name] = value * 1.0 if name == "step" else value * 0.5
                 elif what == "in place":
                     value.mul_(1.0 if name == "step" else 0.5)
+                elif what == "retype" and name != "step":
+                    entries[name] = value.to(torch.float32 if value.dtype == torch.float64 else torch.float64)
                 elif what == "resize" and name != "step":
                     entries[name] = torch.cat([value.flatten(), value.flatten()])
 

@@ -26,7 +26,12 @@ for sanitizer in address undefined thread; do
   # -S skips the site module, so that an editable install in the environment does not precede this build.
   # Leaks of Python and torch are not checked. Python links neither the sanitizer's runtime nor libstdc++, so both are
   # preloaded: without libstdc++ the runtime could not forward a thrown exception.
-  LD_PRELOAD="$(g++ -print-file-name="${runtime[$sanitizer]}") $(g++ -print-file-name=libstdc++.so.6)" \
-  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=exitcode=66 \
-  PYTHONPATH="$folder/site:$site" "$python" -S -m pytest "${tests[@]}"
+  run() {
+    LD_PRELOAD="$(g++ -print-file-name="${runtime[$sanitizer]}") $(g++ -print-file-name=libstdc++.so.6)" \
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=exitcode=66 \
+    PYTHONPATH="$folder/site:$site" "$python" -S -m pytest "$@"
+  }
+  run "${tests[@]}"
+  # 10,000 edits of states, groups and parameters, each with a step after it: no step may use memory that was freed.
+  [ $sanitizer != address ] || WHOLE=1 run tests/optim/test_random_scripts.py -k edits
 done

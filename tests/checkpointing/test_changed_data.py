@@ -245,3 +245,49 @@ def test_the_warning_claims_what_was_checked(tmp_path: Path) -> None:
             warnings.simplefilter("always")
             warn_of_differences(checkpoint, 2, resumes, False, [])
         assert text in str(caught[0].message)
+
+
+def test_a_batch_by_hand_after_the_last_step_of_an_epoch(tmp_path: Path) -> None:
+    seen_batches(tmp_path, shuffled, plain_loop, LENGTH // 2)
+    loader = shuffled()
+    with Checkpointer(tmp_path, model=nn.Linear(1, 1), data=loader, every=None), pytest.raises(StopIteration):
+        next(iter(loader))
+
+
+class PerBatch:
+    """Draws each batch from Python's default generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(LENGTH // 2):
+            yield [random.randrange(LENGTH), random.randrange(LENGTH)]
+
+    def __len__(self) -> int:
+        return LENGTH // 2
+
+
+def prologue_loop(ckpt: Any, loader: Any, epoch: int) -> Iterator[Any]:
+    drawn = torch.rand(1)
+    for batch in loader:
+        yield batch + drawn
+        ckpt.step()
+
+
+def test_what_the_documentation_says_is_not_seen(tmp_path: Path) -> None:
+    """The table of docs/checkpoints.md names these."""
+
+    def drawn_per_batch() -> Any:
+        return DataLoader(range(LENGTH), batch_sampler=PerBatch())  # type: ignore[arg-type]
+
+    for make, loop in ((drawn_per_batch, plain_loop), (shuffled, prologue_loop)):
+        whole = seen_batches(tmp_path / f"{loop.__name__}-whole", make, loop)
+        folder = tmp_path / loop.__name__
+        found = seen_batches(folder, make, loop, 3) + seen_batches(folder, make, loop)
+        assert len(found) == len(whole)
+        assert found != whole
+    seen_batches(tmp_path / "changed", shuffled, plain_loop, 2)
+    other = seen_batches(
+        tmp_path / "changed",
+        lambda: DataLoader(range(100, 100 + LENGTH), 2, shuffle=True),
+        plain_loop,  # type: ignore[arg-type]
+    )
+    assert min(min(batch) for _, batch in other) >= 100

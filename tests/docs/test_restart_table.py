@@ -1,0 +1,95 @@
+"""Tests that each row of the table of restarts in docs/checkpoints.md has a test."""
+
+import ast
+from pathlib import Path
+
+TESTS = {
+    "a process that is killed at any moment": "test_resume: test_a_killed_run_continues_with_the_same_bits",
+    "averaged weights, two optimizers, replay buffers, several loaders, samplers of one's own": (
+        "test_crashes: test_loops_of_strangers_continue_with_the_same_bits"
+    ),
+    "parameters that are written between `ckpt.step()` and the next step": (
+        "test_crashes: test_a_checkpoint_has_the_values_of_its_step"
+    ),
+    "a sampler with its own generator, drawn at the begin or per batch": (
+        "test_changed_data: test_samplers_with_generators_of_their_own"
+    ),
+    "a second pass over the loader within an epoch": (
+        "test_changed_data: test_iterations_without_a_step_are_no_epochs"
+    ),
+    "two loaders in a `zip()`": "test_loader: test_loaders_that_are_iterated_together",
+    "a signal to the whole job, with loader workers": (
+        "test_preemption: test_a_signal_to_a_job_with_workers_saves_the_last_step"
+    ),
+    "parameters or groups in another order": "test_saved_optimizer: test_states_follow_names",
+    "`torch.compile` of the model or of submodules, on or off": (
+        "test_saved_optimizer: test_compiled_submodules_have_the_names_of_plain_ones"
+    ),
+    "`ResumableSampler` on another number of ranks or with another batch size": (
+        "test_checkpointer: test_other_numbers_of_ranks_continue_with_each_sample_once"
+    ),
+    "sharded states on another number of ranks": (
+        "test_sharded: test_a_sharded_state_goes_to_other_numbers_of_ranks_and_back"
+    ),
+    "a plain loader with another dataset length at the end of an epoch": (
+        "test_changed_data: test_a_grown_dataset_begins_with_the_next_epoch"
+    ),
+    "an empty directory of the same name, as on a new host, with a `Remote`": (
+        "test_tiers: test_checkpoints_are_uploaded_and_continued_elsewhere"
+    ),
+    "a damaged newest checkpoint, and an older or remote one that is intact": (
+        "test_damage: test_a_remote_copy_is_intact"
+    ),
+    "other environment, such as the version of torch": (
+        "test_checkpointer: test_another_configuration_warns_and_names_the_differences"
+    ),
+    "no intact checkpoint": "test_damage: test_the_only_checkpoint_is_damaged",
+    "a plain loader with another batch size or dataset length, inside of an epoch": (
+        "test_changed_data: test_a_grown_dataset_or_another_batch_size_raises_within_an_epoch"
+    ),
+    "`ResumableSampler` with another dataset length": (
+        "test_changed_data: test_a_resumable_sampler_takes_another_batch_size_and_refuses_another_length"
+    ),
+    "`in_order=False` with workers": "test_changed_data: test_batches_in_any_order_are_refused",
+    "an iterator that was made before the block": (
+        "test_changed_data: test_an_iterator_of_before_the_block_raises_at_the_first_step"
+    ),
+    "`StatefulDataLoader` or an object with a state, on another number of ranks": (
+        "test_changed_data: test_another_number_of_ranks_raises_where_no_sampler_knows_it"
+    ),
+    "`next(iter(loader))` after a restart at the last step of an epoch": (
+        "test_changed_data: test_a_batch_by_hand_after_the_last_step_of_an_epoch"
+    ),
+    "states of another kind of optimizer": "test_saved_optimizer: test_another_optimizer_is_named",
+    "other names or shapes of parameters": "test_identity: test_another_model_raises_and_says_how_to_begin_anew",
+    "other values in `config`": "test_identity: test_other_settings_raise_and_say_how_to_go_on",
+    "the directory was removed, `Ram` has a checkpoint": (
+        "test_identity: test_memory_of_a_removed_directory_is_not_continued"
+    ),
+    "a directory whose checkpoints were all deleted": "test_identity: test_deleted_checkpoints_do_not_begin_anew",
+    "two runs with one remote URL": "test_identity: test_two_runs_that_begin_together_do_not_share_a_url",
+    "another model with equal names and shapes, without `config`": (
+        "test_identity: test_what_the_documentation_says_is_not_seen"
+    ),
+    "a copied directory that is continued twice without remotes": (
+        "test_identity: test_what_the_documentation_says_is_not_seen"
+    ),
+    "a sampler that draws from the default generators with each batch": (
+        "test_changed_data: test_what_the_documentation_says_is_not_seen"
+    ),
+    "changed contents of a dataset of equal length": "test_changed_data: test_what_the_documentation_says_is_not_seen",
+    "random numbers that the script draws at the begin of an epoch": (
+        "test_changed_data: test_what_the_documentation_says_is_not_seen"
+    ),
+}
+
+
+def test_each_row_has_a_test(repository: Path) -> None:
+    page = (repository / "docs/checkpoints.md").read_text()
+    lines = page.partition("## What a restart restores")[2].partition("\n## ")[0].splitlines()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")][2:]
+    assert rows == list(TESTS)
+    for place in TESTS.values():
+        name, _, test = place.partition(": ")
+        tree = ast.parse((repository / f"tests/checkpointing/{name}.py").read_text())
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place

@@ -179,3 +179,25 @@ def compare_over(transport: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRIVETRAIN_TRANSPORT", transport)
         return compare_all()
+
+
+def accumulate_over_replaced(make: Callable[[nn.Module], nn.Module], replace: Callable[[Tensor], None]) -> list[Tensor]:
+    """Returns the gradients of accumulated backward passes, between which a script replaces what lies under `.grad`."""
+    module = Weights()
+    net = make(module)
+    for step in range(STEPS):
+        net(float(step + 1)).backward()
+        for param in module.weights:
+            replace(param)
+    return [param.grad for param in module.weights]
+
+
+def add_to_replaced_views() -> None:
+    for replace in (replace_data, set_another):
+        ours = accumulate_over_replaced(lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True), replace)
+        torch.testing.assert_close(ours, accumulate_over_replaced(lambda net: net, replace), rtol=0, atol=0)
+
+
+def test_replaced_memory_of_views_is_added_to_as_without_a_wrapper(on_ranks: Callable[..., Any]) -> None:
+    """torch's class loses what a script puts there (docs/limitations.md)."""
+    on_ranks(add_to_replaced_views)

@@ -45,6 +45,12 @@ DIFFERENCES: Sequence[IntendedDifference] = (
         "A NumPy array holds no reference that the buffer could see.",
     ),
     IntendedDifference(
+        "`.grad.data = values` and `.grad.set_(values)` with `gradient_as_bucket_view=True`",
+        "The next backward ignores the new memory, and `.grad` may keep this rank's own gradient.",
+        "The next backward adds to the values, as without a wrapper.",
+        "torch's reducer writes into its bucket, which is no longer what `.grad` shows.",
+    ),
+    IntendedDifference(
         "`.grad` before a synchronized backward has ended: hooks of `AccumulateGrad`, steps between `backward()` calls "
         "on parts of a forward's outputs",
         "This rank's gradient, without `gradient_as_bucket_view=True`.",

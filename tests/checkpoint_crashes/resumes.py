@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpointing import Checkpointer
+from frameworks import resumed_trainers as trainers
 from warm import warm_context
 
 STEPS = 28  # five epochs of most loops
@@ -73,11 +74,12 @@ def _die_after(seconds: float) -> None:
 
 def resume_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
     """Yields (seed, True, problems) for each seed. Seeds that follow each other take one loop after the other."""
-    names = list(_loops())
+    names = [*_loops(), *trainers.TRAINERS]
     for seed in seeds:
         name = names[seed % len(names)]
         place = folder / f"{name}-{seed}"
-        problems = [f"{name}: {problem}" for problem in resume_round(name, place, seed)]
+        make = trainer_round if name in trainers.TRAINERS else resume_round
+        problems = [f"{name}: {problem}" for problem in make(name, place, seed)]
         if not problems:
             shutil.rmtree(place)
         yield seed, True, problems
@@ -105,6 +107,20 @@ def resume_round(name: str, folder: Path, seed: int) -> list[str]:
     if second > _SAVED_BY and [line["step"] for line in found].count(1) > 2:
         problems.append("the last process began again")
     return problems
+
+
+def trainer_round(name: str, folder: Path, seed: int) -> list[str]:
+    """Does the same to a framework's Trainer, whose runs die at drawn batches."""
+    train, package, total = trainers.TRAINERS[name]
+    whole, killed = folder / "whole", folder / "killed"
+    folder.mkdir()
+    first, second = sorted(random.Random(seed).sample(range(3, 26), 2))
+    runs = [(whole, total, None), (killed, total, first), (killed, total, second), (killed, total, None)]
+    codes = trainers.run(train, package, runs, every=1)
+    if codes != [[0], [-signal.SIGKILL], [-signal.SIGKILL], [0]]:
+        return [f"its processes ended with {codes}: {trainers.errors_of(killed)}{trainers.errors_of(whole)}"]
+    is_same = set(trainers.lines_of(killed)) == set(trainers.lines_of(whole))
+    return [] if is_same else [f"it differs from the uninterrupted run, deaths at {first} and {second}"]
 
 
 def _loops() -> dict[str, Any]:

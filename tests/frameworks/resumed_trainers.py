@@ -224,6 +224,11 @@ def bits_of(model: nn.Module) -> str:
 
 
 Train = Callable[[Path, int, Journal, dict[str, Any]], None]
+TRAINERS: dict[str, tuple[Train, str, int]] = {  # how, which package, optimizer steps or epochs
+    "huggingface": (huggingface, "transformers", 30),
+    "lightning": (lightning, "lightning", 4),
+    "accelerate": (accelerate, "accelerate", 4),
+}
 _servers: dict[str, tuple[BaseProcess, Connection]] = {}  # by the package that they have imported
 
 

@@ -16,22 +16,16 @@ from drivetrain.checkpointing import Ram
 from drivetrain.checkpointing.load import complete_checkpoints
 from frameworks import resumed_trainers as trainers
 
-TRAINERS: dict[str, tuple[trainers.Train, str, int]] = {  # how, which package, total
-    "huggingface": (trainers.huggingface, "transformers", 30),
-    "lightning": (trainers.lightning, "lightning", 4),
-    "accelerate": (trainers.accelerate, "accelerate", 4),
-}
-
 
 def needed(name: str) -> tuple[trainers.Train, str, int]:
-    train, package, total = TRAINERS[name]
+    train, package, total = trainers.TRAINERS[name]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'drivetrain[frameworks]'")
     return train, package, total
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", trainers.TRAINERS)
 def test_a_killed_training_continues_with_the_same_bits(name: str, world_size: int, tmp_path: Path) -> None:
     train, package, total = needed(name)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

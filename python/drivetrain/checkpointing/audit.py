@@ -59,7 +59,7 @@ class AuditLog:
             "result": result,
         }
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
                 _lock(descriptor)
                 os.write(descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")

@@ -51,8 +51,11 @@ def make_folders(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a new file and makes its contents durable; its name is durable after `sync_folder`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    """Writes a new file and makes its contents durable; its name is durable after `sync_folder`.
+
+    The umask and the folder decide about the access of others, here and in all other files of a checkpoint.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         left = memoryview(data)
         while left:
@@ -131,7 +134,7 @@ class Lock:
         self._pid = os.getpid()
         self._descriptor = -1  # for __del__, if open() raises
         _locks.add(self)  # before the lock is taken: another thread may fork at any time
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._take(path, time.monotonic() + timeout_s)
         except BaseException:

@@ -17,6 +17,7 @@ from typing import Any
 
 from . import directory as disk
 from . import survivors
+from .access import refusal
 from .errors import CheckpointError
 from .identity import Identity, Origin
 from .interval import seconds_of
@@ -142,11 +143,14 @@ class Tiers:
             new_saver: Makes what saves into a store.
 
         Raises:
-            CheckpointError: No checkpoint is here, and a remote that may have one cannot be read; or a tier has
+            CheckpointError: This user may not save into the directory. Or no checkpoint is here, and a remote that may
+                have one cannot be read. Or a tier has
                 checkpoints of another run.
             ValueError: Ranks run on several hosts, which a Ram does not allow.
         """
         self._store = store
+        refused = refusal(store.directory, self._ranks.rank == 0)
+        self._raise_together(None if refused is None else CheckpointError(refused))
         if self._ram is not None:
             host = int(hashlib.sha256(_host().encode()).hexdigest()[:15], 16)
             lowest, highest = self._ranks.agree(host)
@@ -318,7 +322,7 @@ class Tiers:
     def _raise_together(self, failure: CheckpointError | None) -> None:
         if self._ranks.any_true(failure is not None):
             raise failure or CheckpointError(
-                "rank 0 cannot begin with the checkpoints that it found; its error says why"
+                "another rank cannot begin with the checkpoints that it found; its error says why"
             )
 
     def _download(self, store: Store, above: int, up_to: int | None, mine: Checkpoint | None = None) -> bool:
@@ -374,6 +378,7 @@ class Tiers:
             path = self._store.directory / TIERS
             try:
                 temporary = path.with_name(f".{TIERS}.tmp")
+                temporary.unlink(missing_ok=True)  # a colleague's process may have left it
                 temporary.write_text(text)
                 temporary.replace(path)
             except OSError as error:

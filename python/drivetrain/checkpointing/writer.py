@@ -20,6 +20,7 @@ import torch
 
 from .._C import Snapshot, crc32c
 from . import directory as disk
+from .access import share
 from .coordinator import Coordinator
 from .encryption import TAG_BYTES, ChunkIdentity, Encryption, FileCipher
 from .errors import CheckpointError
@@ -195,6 +196,7 @@ class Writer:
             data = seal(hidden, cipher, json.dumps(secret).encode())
         record_name = part_name(self._rank, self._world_size, "json")
         disk.write_file(folder / record_name, data)
+        share(folder / name, folder / record_name)
         disk.sync_folder(folder)
         return RankFiles(record_name, len(data), hexadecimal(crc32c(data)), name, snapshot.nbytes)
 

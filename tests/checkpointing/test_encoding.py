@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from drivetrain.checkpointing.encoding import Encoder, decode, references
 
@@ -39,6 +40,21 @@ DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn),
 )
+
+
+class Wrapper(torch.Tensor):
+    """Has no values of its own, and does not tell torch where they are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
 
 
 def there_and_back(value: Any) -> Any:
@@ -116,6 +132,21 @@ def test_numpy_values_keep_their_dtype(value: Any) -> None:
     np.testing.assert_array_equal(found, value)
 
 
+def test_a_large_array_is_saved_as_a_tensor_that_shares_its_memory() -> None:
+    columns = np.random.default_rng(0).standard_normal((500, 40))
+    fixed = np.arange(5000, dtype=">i8")
+    fixed.flags.writeable = False
+    given = {"columns": columns, "transposed": columns.T, "strided": columns[::2, ::3], "fixed": fixed}
+    encoder = Encoder(lambda _: False, "")
+    encoded = encoder.encode(given, "extra")
+    assert len(json.dumps(encoded)) < 500
+    assert encoder.tensors["extra/columns"].data_ptr() == columns.ctypes.data
+    found = decode(json.loads(json.dumps(encoded)), encoder.tensors)
+    for name, value in given.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value)
+
+
 def test_layouts_and_ties_are_kept() -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     found = there_and_back({"image": image, "tied": image})
@@ -142,12 +173,25 @@ def test_names_say_where_tensors_come_from_and_whose_they_are() -> None:
         ({"module": torch.nn.Linear(1, 1)}, "state/module is a torch.nn.modules.linear.Linear"),
         ({"sparse": torch.eye(2).to_sparse()}, "state/sparse is a tensor of layout torch.sparse_coo"),
         ({"meta": torch.empty(3, device="meta")}, "state/meta is a tensor of layout torch.strided on meta"),
+        (
+            {"rows": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)},
+            "state/rows is a nested tensor, expected a plain one",
+        ),
+        ({"halves": TwoTensor(torch.ones(9, 9), torch.ones(9, 9))}, "TwoTensor, whose values are in other tensors"),
+        ({"outer": Wrapper(torch.ones(9, 9))}, "state/outer is a test_encoding.Wrapper, whose values are in other"),
     ],
 )
 def test_what_has_no_encoding_is_named(value: Any, message: str) -> None:
     with pytest.raises(TypeError) as raised:
         Encoder(lambda _: False, "").encode(value, "state")
     assert message in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_a_nested_tensor_of_the_old_layout_is_named() -> None:
+    value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TypeError, match="state/rows is a nested tensor"):
+        Encoder(lambda _: False, "").encode({"rows": value}, "state")
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import drivetrain
 from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing.state import state_dicts
 
 CLASSES = (torch.optim.AdamW, drivetrain.optim.AdamW)
 
@@ -175,3 +176,6 @@ def test_compiled_submodules_have_the_names_of_plain_ones(tmp_path: Path) -> Non
         torch.testing.assert_close(*weights, rtol=0, atol=0)
         assert ckpt.restored is not None
         assert not any("_orig_mod" in name for name in ckpt.restored.names())
+        exported = state_dicts(ckpt.restored)
+        assert exported is not None
+        made(False).load_state_dict(exported["model"])

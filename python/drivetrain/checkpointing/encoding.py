@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..optim.sharded import is_dtensor
 from .shards import KEY, Shard, describe_mesh, marked, part_of
@@ -20,6 +21,7 @@ from .shards import KEY, Shard, describe_mesh, marked, part_of
 JSON: TypeAlias = Any  # None, bool, int, float, str, or lists and dicts of them
 
 _INLINE_BYTES = 64  # CPU tensors up to this size, such as step counters, are part of the JSON value
+_INLINE_ARRAY_BYTES = 4096  # NumPy arrays up to this size, such as random states
 _MAX_DEPTH = 100
 _PLACED = ("model", "optimizer", "gradients")  # heads of paths at which sharded tensors can be restored
 _INT64 = range(-(2**63), 2**63)
@@ -103,7 +105,7 @@ class Encoder:
             return {"$dtype": _dtype_name(value)}
         if kind is torch.device:
             return {"$device": str(value)}
-        if (encoded := _encode_numpy(value)) is not None:
+        if (encoded := self._array(value, path)) is not None:
             return encoded
         raise TypeError(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint has no encoding for. Expected "
@@ -112,11 +114,21 @@ class Encoder:
         )
 
     def _tensor(self, value: Tensor, path: str) -> JSON:
+        if value.is_nested:
+            raise TypeError(
+                f"{path} is a nested tensor, expected a plain one: return its values() and offsets(), or unbind(), in "
+                "state_dict(), and make it again in load_state_dict()"
+            )
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             what = "quantized" if value.is_quantized else f"of layout {value.layout} on {value.device}"
             raise TypeError(f"{path} is a tensor {what}, expected a dense tensor with values")
         if is_dtensor(value):
             return self._shard(value, path)
+        if _has_parts(value):
+            raise TypeError(
+                f"{path} is a {type(value).__module__}.{type(value).__qualname__}, whose values are in other tensors, "
+                "expected a plain tensor: return those tensors in state_dict(), and make it again in load_state_dict()"
+            )
         value = value.detach().resolve_conj().resolve_neg()
         if value.device.type == "cpu" and value.nbytes <= _INLINE_BYTES:
             raw = bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()) if value.numel() else b""
@@ -131,6 +143,22 @@ class Encoder:
         # empty_like keeps the strides of tensors without gaps and overlaps only.
         is_permuted = not value.is_contiguous() and torch.empty_like(value, device="meta").stride() == value.stride()
         return {"$tensor": name, "stride": list(value.stride())} if is_permuted else {"$tensor": name}
+
+    def _array(self, value: Any, path: str) -> JSON:
+        """Returns a NumPy scalar or array of numbers as JSON, with a tensor if it is large; None for other values."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None or type(value).__module__ != "numpy" or not isinstance(value, numpy.generic | numpy.ndarray):
+            return None
+        if value.dtype.kind not in "biufc":
+            return None
+        if value.nbytes <= _INLINE_ARRAY_BYTES:
+            mark = "$ndarray" if isinstance(value, numpy.ndarray) else "$scalar"
+            return {mark: [value.dtype.str, list(value.shape), _text(value.tobytes())]}
+        data = numpy.ascontiguousarray(value)
+        if not data.flags.writeable:  # which torch requires of an array that it shares
+            data = data.copy()
+        shared = torch.from_numpy(data.reshape(-1).view(numpy.uint8))
+        return {"$array": [value.dtype.str, list(value.shape), self._tensor(shared, path)]}
 
     def _shard(self, value: Any, path: str) -> JSON:
         """Encodes a DTensor by this rank's part and its place in the whole."""
@@ -191,6 +219,9 @@ def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
         return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype, device="cpu").copy_(found)
     if mark == "$shard":
         return Shard(tensors[KEY + content["of"]], tuple(content["shape"]), content["of"])
+    if mark == "$array":
+        dtype, shape, reference = content
+        return decode(reference, tensors).numpy().view(dtype).reshape(shape)
     if mark in _ITEMS:
         return _ITEMS[mark](decode(content, tensors))
     if mark in _PAIRS:
@@ -211,6 +242,12 @@ def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
+def _has_parts(value: Tensor) -> bool:
+    """Returns whether a tensor of a subclass has no memory of its own, as those of _make_wrapper_subclass."""
+    handles = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return handles and (is_traceable_wrapper_subclass(value) or (value.nbytes > 0 and not value.data_ptr()))
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -224,17 +261,6 @@ def _small(content: JSON) -> Tensor:
         if raw
         else torch.empty(shape, dtype=dtype, device="cpu")
     )
-
-
-def _encode_numpy(value: Any) -> JSON:
-    """Returns a NumPy scalar or array of numbers as JSON; None for everything else."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or type(value).__module__ != "numpy" or not isinstance(value, numpy.generic | numpy.ndarray):
-        return None
-    if value.dtype.kind not in "biufc":
-        return None
-    mark = "$ndarray" if isinstance(value, numpy.ndarray) else "$scalar"
-    return {mark: [value.dtype.str, list(value.shape), _text(value.tobytes())]}
 
 
 def _decode_numpy(content: JSON) -> Any:

@@ -1,10 +1,12 @@
 """Describes what the bits of a training depend on beside its state, and names what differs after a restart."""
 
+import enum
 import hashlib
 import json
 import os
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ def describe(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSO
         TypeError: A value of `config` has no encoding, or a tensor is larger than 64 bytes.
     """
     encoder = Encoder(lambda _: False, "")
-    encoded = encoder.encode(dict(config or {}), "config")
+    encoded = encoder.encode(_plain(dict(config or {})), "config")
     if encoder.tensors:
         raise TypeError(f"{next(iter(encoder.tensors))} is a tensor, expected numbers, text and containers of them")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
@@ -38,6 +40,19 @@ def describe(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSO
     }
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     return {**values, "config_hash": digest}
+
+
+def _plain(value: Any) -> Any:
+    """Returns settings with text in place of paths and members of enumerations, which are compared only."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_plain(item) for item in value)
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value
 
 
 def differences(saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:

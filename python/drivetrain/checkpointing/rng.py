@@ -115,7 +115,13 @@ def set_state(generator: Any, state: Any) -> None:
     elif isinstance(generator, random.Random):
         generator.setstate(_python_tuple(state))
     elif hasattr(generator, "bit_generator"):
+        state = dict(state)
+        seeds = state.pop("seed_sequence", None)
         generator.bit_generator.state = state
+        if seeds is not None:
+            from numpy.random import SeedSequence
+
+            generator.bit_generator.__setstate__((state, SeedSequence(**seeds)))
     else:
         generator.set_state(state)
 
@@ -127,7 +133,10 @@ def _state_of(generator: Any, name: str) -> Any:
         return _python_state(generator.getstate())
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(generator, numpy.random.Generator):
-        return generator.bit_generator.state
+        pickled = generator.bit_generator.__getstate__()  # NumPy 2 adds the sequence, from which spawn() takes seeds
+        seeds = pickled[1] if isinstance(pickled, tuple) else None
+        known = seeds.state if isinstance(seeds, numpy.random.SeedSequence) else None
+        return {**generator.bit_generator.state, "seed_sequence": known}
     if numpy is not None and isinstance(generator, numpy.random.RandomState):
         return generator.get_state(legacy=False)
     raise TypeError(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -86,6 +87,7 @@ class TrainingState:
 
     def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
         """Begins to follow the data and the optimizers. `is_noticed` is as `Position.open` takes it."""
+        self._refuse_unloadable()
         self._position.open(is_noticed)
         for gradients in self._gradients:
             gradients.open()
@@ -364,6 +366,22 @@ class TrainingState:
                     f"optimizer[{index}] is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which steps in the "
                     "backward pass: expected overlap_with_ddp=False"
                 )
+
+    def _refuse_unloadable(self) -> None:
+        """Raises TypeError if the model saves values that it does not load, such as layers of bitsandbytes."""
+        state = self.model.state_dict()
+        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        added = {name for name in state if name not in known and not name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+        if not added:
+            return
+        try:
+            self.model.load_state_dict(state)  # writes the values that are there
+        except RuntimeError as error:
+            raise TypeError(
+                f"model saves {min(added)!r}, which it does not load, so that no checkpoint could be restored. Pass "
+                f"the part that is trained as `model`, such as the adapters. torch: {' '.join(str(error).split())}"
+            ) from error
 
     def _refuse_unsharded_gradients(self) -> None:
         """FSDP keeps gradients that it has not reduced where no parameter shows them."""

@@ -220,8 +220,10 @@ void Reducer::begin_backward() {
   parts_.now.buckets_reduced = 0;
   parts_.now.exposed = 0;
   parts_.now.backward_start = clock_ns();
-  // After several forwards the first of several backwards may leave out what the others use.
-  if (parts_.forwards > 1 && parts_.options.find_unused_parameters) mark_rest_unused_at_end();
+  // After several forwards the first of several backwards may leave out what the others use. The unused parameters of a
+  // static graph are known.
+  const bool may_differ = parts_.used.graph() != Graph::kStaticKnown;
+  if (parts_.forwards > 1 && parts_.options.find_unused_parameters && may_differ) mark_rest_unused_at_end();
   parts_.weights.begin_step(parts_.kind);
   parts_.queue.scaling() = parts_.choose_scaling();
   parts_.replicas.begin_step(parts_.uneven.is_joining());

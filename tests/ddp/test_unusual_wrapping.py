@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,6 +45,22 @@ def wraps_what_torch_wraps() -> None:
     finally:
         torch.set_default_device(None)
     trained_grads(model)
+
+
+def refuses_a_changed_static_graph() -> None:
+    for wrap in (TorchDDP, DDP):
+        torch.manual_seed(0)
+        net = wrap(normed_net(), static_graph=True, find_unused_parameters=True)
+        trained_grads(net)
+        next(net.parameters()).requires_grad_(False)
+        rows = torch.ones(4, 10)
+        (net(rows).sum() + net(rows).sum()).backward()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+            net(rows)
+
+
+def test_a_parameter_frozen_in_a_static_graph_is_missed_after_several_forwards(on_ranks: OnRanks) -> None:
+    on_ranks(refuses_a_changed_static_graph)
 
 
 def test_wraps_what_torch_wraps(on_ranks: OnRanks) -> None:

@@ -167,6 +167,7 @@ class Tiers:
             self._ram_store.number_beside(store.directory)
             store.number_beside(path)
         if self._ranks.rank == 0:
+            _warn_of_closed_memory(store.directory)
             for remote in self._remotes:
                 self._uploaders.append(_uploader(remote, self._write_status))
             self._submitted_at = [float("-inf")] * len(self._uploaders)
@@ -248,6 +249,7 @@ class Tiers:
                 _close(store, self._timeout if is_orderly else 0.0 if survivors.are_expected() else _LAST_SAVE_S)
                 if is_orderly and self._ranks.rank == 0:
                     discard(store.directory)
+                    self._write_status()  # without the memory
             except (CheckpointError, OSError) as error:
                 _logger.warning("checkpoints in memory are left in %s: %s", store.directory, error)
         for uploader in self._uploaders:
@@ -396,6 +398,23 @@ class _Noting:
 
     def holds(self, path: Path) -> bool:
         return False
+
+
+def _warn_of_closed_memory(directory: Path) -> None:
+    """Warns if the run has left steps in memory that belongs to another user of this host."""
+    try:
+        memory = json.loads((directory / TIERS).read_text())["ram"]
+        if memory is not None:
+            Path(memory).stat()
+    except PermissionError as error:
+        _logger.warning(
+            "the newest steps of %s may be in %s, which another user's process left in memory and this user may not "
+            "read. Let that user continue the run, or expect to repeat those steps.",
+            directory,
+            error.filename,
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or this is another host
+        pass
 
 
 def _close(store: Store, timeout_s: float) -> None:

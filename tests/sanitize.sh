@@ -28,7 +28,7 @@ for sanitizer in address undefined thread; do
   # preloaded: without libstdc++ the runtime could not forward a thrown exception.
   run() {
     LD_PRELOAD="$(g++ -print-file-name="${runtime[$sanitizer]}") $(g++ -print-file-name=libstdc++.so.6)" \
-    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=exitcode=66 \
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=exitcode=66:suppressions=$PWD/tests/thread_sanitizer.txt \
     PYTHONPATH="$folder/site:$site" "$python" -S -m pytest "$@"
   }
   run "${tests[@]}"

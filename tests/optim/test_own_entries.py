@@ -38,6 +38,24 @@ KEYS = ["rho", "clip", "lr_decay", "warmup_steps", "alpha", "eps", "momentum_dec
 
 @engines
 @pytest.mark.parametrize("kind", CLASSES)
+def test_a_dict_without_the_keys_of_a_wrapper(name: str, kind: str) -> None:
+    """As timm's Lookahead loads the dict of its base: its own options are among the defaults and in the groups."""
+
+    def script(optim: Any) -> Any:
+        saved = getattr(optim, kind)(params(), lr=0.1)
+        train(saved)
+        loaded = getattr(optim, kind)(params(), lr=0.1)
+        loaded.defaults.update(lookahead_alpha=0.5)
+        loaded.param_groups[0]["lookahead_alpha"] = 0.5
+        loaded.load_state_dict(saved.state_dict())
+        train(loaded)
+        return values_of(loaded), loaded.param_groups[0].get("lookahead_alpha")
+
+    assert_as_torch(name, script)
+
+
+@engines
+@pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("when", ["constructor", "later", "only the saved one"])
 def test_groups_with_a_scripts_keys(name: str, kind: str, when: str) -> None:
     """The key is in both optimizers' groups, or only in those of the one that is saved."""

@@ -82,6 +82,13 @@ def rule_of(cls: type) -> Rule:
     return next(_rules[each] for each in cls.__mro__ if each in _rules)
 
 
+@functools.lru_cache
+def options_of(cls: type) -> frozenset[str]:
+    """Returns the names of the options of the class with a rule, without those that a subclass or a script adds."""
+    ours: Any = next(each for each in cls.__mro__ if each in _rules)
+    return frozenset(inspect.signature(ours).parameters)
+
+
 def torchs_base(cls: type) -> type[torch.optim.Optimizer]:
     """Returns the torch class that this class derives from and takes its states' names from."""
     return next(each for each in cls.__mro__ if each.__module__.partition(".")[0] == "torch")

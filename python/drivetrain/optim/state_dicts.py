@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _C
 from . import pieces, precision, sharded
 from .native_step import NativeStep, counter_device
-from .rule import torchs_base
+from .rule import options_of, torchs_base
 
 # Options that dicts of older versions of torch and of other packages may lack. torch fills most of them in.
 _MAY_BE_ABSENT = {
@@ -99,9 +99,8 @@ class StateDicts(NativeStep):
                     f"{where} was written by a newer drivetrain: its storage formats have version {version}, and this "
                     f"drivetrain reads up to {precision.VERSION}. Upgrade it, or save torch_state_dict() there."
                 )
-            lacking = [
-                key for key in self.optimizer.defaults.keys() & own.keys() - group.keys() if key not in _MAY_BE_ABSENT
-            ]
+            expected = options_of(type(self.optimizer)) & self.optimizer.defaults.keys() & own.keys()
+            lacking = expected - group.keys() - _MAY_BE_ABSENT
             known = own.keys() | self.rule.also(group)
             foreign = [keys[0] for keys in _OF_OTHERS if keys[0] not in known and group.keys() >= {*keys}]
             if lacking or foreign:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import threading
 import time
 from collections import OrderedDict, UserDict
@@ -135,6 +136,32 @@ def test_an_error_of_the_loader_comes_after_the_batches_before_it() -> None:
     with pytest.raises(StopIteration):
         next(iterator)
     assert prefetch_threads() == []
+
+
+def test_an_error_of_the_wait_does_not_wait_for_the_loader() -> None:
+    """A worker that dies raises in the main thread, by a handler of SIGCHLD, while the thread asks its queue."""
+    goes_on = threading.Event()
+
+    def batches() -> Iterator[int]:
+        yield 0
+        goes_on.wait()
+        yield 1
+
+    def die(*_: object) -> None:
+        raise ConnectionError("a worker has died")
+
+    found = iter(prefetch(batches()))
+    assert next(found) == 0
+    before = signal.signal(signal.SIGALRM, die)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(ConnectionError):  # not that the loader has not returned within a minute
+            next(found)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        goes_on.set()
+    for thread in prefetch_threads():
+        thread.join()
 
 
 def test_a_loop_that_is_left_ends_the_thread_and_the_next_one_begins_again() -> None:

@@ -120,6 +120,7 @@ class _Epoch:
         self._thread: threading.Thread | None = None
         self._process = 0
         self._is_done = False
+        self._has_loaded = False  # the thread has given its last entry
 
     def __iter__(self) -> "_Epoch":
         return self
@@ -144,7 +145,8 @@ class _Epoch:
             if self._counter is not None and isinstance(error, StopIteration):
                 self._counter.end_epoch()
             self._buffer.stop()
-            if not isinstance(error, TimeoutError):  # That thread waits for the loader, perhaps forever.
+            # Otherwise it came from the wait, as of a signal: the thread may wait for the loader for long, or forever.
+            if self._has_loaded:
                 self.close()
             raise
         if self._counter is not None:
@@ -176,6 +178,7 @@ class _Epoch:
             owner.depth = self._buffer.grow()
         if kind == "batch":
             return value
+        self._has_loaded = True
         if kind == "error":
             raise value
         raise StopIteration

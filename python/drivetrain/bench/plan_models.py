@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..plan.calibrate import allocations, memory_profile
+from ..plan.workspaces import memory_profile, peak_of
 from .activation_models import GPT, UNet
 
 _VOCABULARY = 2048
@@ -76,11 +76,7 @@ def measured_peak(case: Case, steps: int = 2) -> int:
     with memory_profile() as profiled:
         for _ in range(steps):
             case.step()
-    live = peak = 0
-    for event in sorted(allocations(profiled), key=lambda one: one.start_time_ns):
-        live += event.extra_fields.alloc_size
-        peak = max(peak, live)
-    return sum(before.values()) + peak
+    return sum(before.values()) + peak_of(profiled)[0]
 
 
 def measured_seconds(case: Case, steps: int, warm_up: int = 2, least_s: float = 0.0) -> float:

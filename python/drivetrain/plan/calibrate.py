@@ -18,23 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_unflatten
+from torch import nn
 
 from ..host_memory import host_memory
 from .devices import Device, with_figures
-from .replay import CALL_ERRORS, UNSAFE, fill, on_cpu, replay_bytes, replayed_seconds
+from .replay import CALL_ERRORS, UNSAFE, replay_bytes, replayed_seconds
 from .timing import op_seconds
 from .trace import Signature, StepTrace, TensorSpec
 from .tracer import trace_steps
+from .workspaces import arguments_for, workspace
 
 _COLD_BYTES = 64 << 20  # arguments take turns over so many bytes, so that caches do not hold them
 _MAX_COPIES = 16
 _LEAST_RUNS = 3
 _MOST_RUNS = 25
-_NOTHING = "6"  # above the highest level of libkineto's messages
 _REPLAY_SHARE = 0.8  # of the free memory, which a replay of the step may take
 _RUN_S = 0.02  # time for one operation, unless its least number of runs takes longer
 
@@ -189,8 +186,8 @@ def _measure(signature: Signature) -> tuple[float, int] | None:
     copies = max(1, min(_MAX_COPIES, _COLD_BYTES // max(1, num_bytes)))
     try:
         with torch.no_grad():
-            calls = [_arguments(signature) for _ in range(copies)]
-            workspace = _workspace(signature, calls[0])
+            calls = [arguments_for(signature) for _ in range(copies)]
+            held = workspace(signature, calls[0])
             times: list[float] = []
             begin = time.perf_counter()
             while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() - begin < _RUN_S):
@@ -200,7 +197,7 @@ def _measure(signature: Signature) -> tuple[float, int] | None:
                 times.append(time.perf_counter() - start)
     except CALL_ERRORS:
         return None  # the roofline counts instead
-    return statistics.median(times), workspace
+    return statistics.median(times), held
 
 
 def _bytes_of(spec: TensorSpec) -> int:
@@ -208,55 +205,6 @@ def _bytes_of(spec: TensorSpec) -> int:
     for size, stride in zip(spec.shape, spec.stride, strict=True):
         numel *= size if stride else 1
     return numel * int(spec.dtype.itemsize)
-
-
-def _arguments(signature: Signature) -> tuple[Any, dict[str, Any]]:
-    rows = next((a.shape[0] for a in signature.arguments if isinstance(a, TensorSpec) and a.shape), 1)
-    flat = [
-        _made(argument, rows) if isinstance(argument, TensorSpec) else on_cpu(argument)
-        for argument in signature.arguments
-    ]
-    args, kwargs = tree_unflatten(flat, signature.structure)
-    return args, kwargs
-
-
-def _made(spec: TensorSpec, rows: int) -> Tensor:
-    """Returns a tensor of that layout: random values, and indices that are valid for the first argument's rows."""
-    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-    storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,))
-    fill(storage, max(1, min(rows, 2)))
-    return tensor
-
-
-def _workspace(signature: Signature, call: tuple[Any, dict[str, Any]]) -> int:
-    """Returns the most bytes that a call holds at a time, results included; 0 if it holds no more than these."""
-    args, kwargs = call
-    signature.op(*args, **kwargs)  # a first call may fill caches
-    with memory_profile() as profiled:
-        result = signature.op(*args, **kwargs)
-    live = peak = 0
-    for event in sorted(allocations(profiled), key=lambda one: one.start_time_ns):
-        live += event.extra_fields.alloc_size
-        peak = max(peak, live)
-    del result
-    return peak if peak > max(live, 0) else 0
-
-
-def memory_profile() -> profile:
-    """Returns a profile whose `allocations` can be read."""
-    # Otherwise the profiler prints two lines for each profile. It reads the variable once.
-    os.environ.setdefault("KINETO_LOG_LEVEL", _NOTHING)
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-
-
-def allocations(profiled: Any) -> Iterable[Any]:
-    """Yields the events of the allocator in a profile with memory, in no order."""
-    todo = list(profiled.profiler.kineto_results.experimental_event_tree())
-    while todo:
-        event = todo.pop()
-        todo += event.children
-        if event.tag == _EventType.Allocation:
-            yield event
 
 
 def _figures() -> dict[str, Any]:

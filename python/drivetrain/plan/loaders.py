@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
+from ..data.prefetch import Prefetcher, moved
 from .period import Period
 
 
@@ -44,14 +47,7 @@ class InProcess(_SingleProcessDataLoaderIter):
             self._fetchers.clear()
 
     def _next_data(self) -> Any:
-        self.period.ask(self._loader)
-        try:
-            batch = self._of_worker() if self._num_workers else super()._next_data()  # type: ignore[no-untyped-call]
-        except StopIteration:
-            self.period.pause()
-            raise
-        self.period.take(self._loader)
-        return batch
+        return _noted(self.period, self._loader, self._of_worker if self._num_workers else super()._next_data)
 
     def _of_worker(self) -> Any:
         index = self._next_index()  # type: ignore[no-untyped-call]
@@ -88,6 +84,64 @@ class InProcess(_SingleProcessDataLoaderIter):
             yield
         finally:
             module._worker_info = before
+
+
+def _noted(period: Period, loader: DataLoader[Any], next_batch: Callable[[], Any]) -> Any:
+    """Returns the next batch of a loader, and lets the period learn of it."""
+    period.ask(loader)
+    try:
+        batch = next_batch()
+    except StopIteration:
+        period.pause()
+        raise
+    period.take(loader)
+    return batch
+
+
+def stand_in_for_torchdata(period: Period, take: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
+    """Returns what lets StatefulDataLoader, whose class has iterators of its own, load in this process.
+
+    Args:
+        period: Learns of the batches.
+        take: Returns what takes the place of a loader's `__init__`.
+    """
+
+    def stand_in(module: ModuleType) -> None:
+        class InProcessWithState(module._StatefulSingleProcessDataLoaderIter):  # type: ignore[misc, name-defined]
+            def __init__(self, loader: Any, state: Any) -> None:
+                facts = ("num_workers", "timeout", "pin_memory")
+                before = {name: getattr(loader, name) for name in facts}
+                vars(loader).update(num_workers=0, timeout=0, pin_memory=False)
+                is_of_workers = state is not None and self._NUM_YIELDED not in state  # which a plan does not read
+                try:
+                    super().__init__(loader, None if is_of_workers else state)
+                finally:
+                    vars(loader).update(before)
+                self._loader = loader
+
+            def _next_data(self) -> Any:
+                return _noted(period, self._loader, super()._next_data)
+
+        def get_iterator(loader: Any) -> Any:
+            state, loader.next_iter_state = loader.next_iter_state, None
+            return InProcessWithState(loader, state)
+
+        module.StatefulDataLoader._get_iterator = get_iterator
+        module.StatefulDataLoader.__init__ = take(module.StatefulDataLoader.__init__)
+
+    return stand_in
+
+
+def loaded_ahead(prefetcher: Prefetcher) -> Iterator[Any]:
+    """Yields the batches of `prefetch` without its thread, which a plan does not follow, and keeps as many as it."""
+    waiting: deque[Any] = deque()
+    for batch in prefetcher.loader:
+        device = prefetcher.device
+        waiting.append(batch if device is None else moved(batch, device, is_pinned=False))
+        if len(waiting) > prefetcher.depth + 1:  # those of the buffer, and the one that waits for a place there
+            yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()
 
 
 def _outside(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:

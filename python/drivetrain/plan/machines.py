@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
-from .loaders import iterator_of, taking_batch
+from .loaders import iterator_of, loaded_ahead, taking_batch
 from .period import Period
+from .recorder import plausible
 from .tracer import Tracer
 
 _CUDA_ANSWERS: dict[str, Any] = {
@@ -32,6 +36,7 @@ _CUDA_ANSWERS: dict[str, Any] = {
     "max_memory_reserved": 0,
 }
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "init", "ipc_collect")
+_READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 _LAUNCHER = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -79,14 +84,19 @@ def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize
         put(DataLoader, "_get_iterator", iterator_of(period))
         put(torch.optim.Optimizer, "__init__", _optimizer_init(torch.optim.Optimizer.__init__, period))
         put(nn.Module, "_apply", _apply)
+        for name in ("from_numpy", "frombuffer", "as_tensor", "asarray", "from_dlpack"):
+            put(torch, name, _noting_others(getattr(torch, name)))
+        put(torch.UntypedStorage, "data_ptr", _address(torch.UntypedStorage.data_ptr))
         put(dist, "init_process_group", _pretended_group(world_size))
         put(dist, "TCPStore", lambda *_, **__: torch._C._distributed_c10d.HashStore())
         put(torch.multiprocessing, "spawn", _spawn)
         wrapper = _wrapper()
         put(nn.parallel, "DistributedDataParallel", wrapper)
         import drivetrain
+        from drivetrain.data import Prefetcher
 
         put(drivetrain, "DistributedDataParallel", wrapper)
+        put(Prefetcher, "__iter__", loaded_ahead)
         if world_size > 1:
             for name, value in {**_LAUNCHER, "WORLD_SIZE": str(world_size)}.items():
                 stack.callback(_restore_variable, name, os.environ.get(name))
@@ -149,6 +159,27 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
     return module
 
 
+def _noting_others(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns a function that marks memory which is not torch's, such as NumPy's, so that no plan counts it."""
+
+    @functools.wraps(plain)
+    def made(source: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(source, Tensor) or kwargs.get("device") is not None:
+            return plain(source, *args, **kwargs)
+        with _disable_current_modes():  # otherwise the tensor is recorded before its mark
+            tensor = plain(source, *args, **kwargs)
+            if not tensor.untyped_storage().resizable():
+                tensor.untyped_storage().is_of_others = True  # type: ignore[attr-defined]
+        return tensor
+
+    return made
+
+
+def _address(plain: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Returns `data_ptr` with a number for memory without values, by which libraries find tensors that share it."""
+    return lambda storage: storage._cdata if storage.device.type == "meta" else plain(storage)
+
+
 def _pretended_group(world_size: int) -> Callable[..., None]:
     plain = dist.init_process_group
 
@@ -191,6 +222,12 @@ class _OnTheCpu(TorchFunctionMode):
             args, kwargs, func = (args[0], "cuda"), {}, Tensor.to
         if func is Tensor.pin_memory:
             return args[0]
+        if func is Tensor.data_ptr and isinstance(args[0], FakeTensor):
+            tensor = args[0]
+            return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+        if func in _READERS and isinstance(args[0], FakeTensor):
+            values = _values(args[0])
+            return values.tolist() if func is Tensor.tolist else values.astype(args[1]) if args[1:] else values
         is_moved = False
         if _is_cuda(kwargs.get("device")):
             kwargs["device"], is_moved = torch.device("cpu"), True
@@ -204,6 +241,12 @@ class _OnTheCpu(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self._tracer.moving(before)
+
+
+def _values(tensor: Tensor) -> Any:
+    """Returns an array of NumPy's for a script that reads a tensor without values."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return torch.full(tensor.shape, plausible(tensor.dtype), dtype=tensor.dtype).numpy()
 
 
 def _is_cuda(value: object) -> bool:

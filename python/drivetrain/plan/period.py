@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from .settling import steps_until_settled
 from .trace import STEP, Event, StepTrace
 
 _MOST_OF_ONE, _MOST = 8, 64  # optimizer steps after which a loop that repeats nothing is cut, with one and with several
@@ -41,7 +42,8 @@ class Period:
     An iteration is the shortest sequence of steps, with the batches before each, that comes twice in a row. It has a
     step of every optimizer. With batches, it begins when the loop asks for its first one and ends when it asks for the
     next. Without, it ends with the last optimizer step. A loop that repeats nothing within 8 steps, or 64 with several
-    optimizers, is cut into iterations with a step of each optimizer that steps.
+    optimizers, is cut into iterations with a step of each optimizer that steps. Optimizers whose first steps take other
+    memory get more steps before.
 
     Args:
         trace: The trace of the script, which grows.
@@ -120,7 +122,11 @@ class Period:
 
     def _found(self) -> int:
         """Returns the steps of the iteration that has come twice; 0 if none has."""
-        steps, count = self._steps, len(self._steps)
+        steps = self._steps
+        made = Counter(step.optimizer for step in steps)
+        if any(made[number] < steps_until_settled(each) for number, each in self._optimizers.values()):
+            return 0
+        count = len(steps) - max((steps_until_settled(each) - 1 for _, each in self._optimizers.values()), default=0)
         is_late = count >= (_MOST_OF_ONE if len(self._made) <= 1 else _MOST)
         if not is_late and any(id(made) not in self._optimizers for made in self._made):
             return 0

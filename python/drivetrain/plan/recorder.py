@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..monitor.flops import flops_of
 from .trace import ALLOC, FREE, OP, Block, Category, Event, OpCall, Operand, Phase, Signature, StepTrace, TensorSpec
+from .workspaces import bytes_kept_by_recurrence
 
 _aten = torch.ops.aten
 # Factories of up to so many elements compute their values, which code such as `step.item()` may ask for.
@@ -41,6 +42,7 @@ class Recorder(TorchDispatchMode):
         self.accumulations: dict[int, tuple[int, ...]] = {}  # operations of the engine: blocks that they may reuse
         self.on_device: set[int] | None = None  # blocks on the planned device; None: all of them
         self.is_moving = False  # whether a call moves data to the planned device
+        self.begins_empty = False  # a tensor that no operation has made was made when it is first seen, as in a script
         self._owner, self._trace, self._label = owner, trace, label
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._blocks: dict[int, int] = {}  # by id of the storage
@@ -48,6 +50,8 @@ class Recorder(TorchDispatchMode):
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id: tensors of the model, and their stand-ins
         self._module_of_node: dict[int, str] = {}
         self._signatures: dict[Any, int] = {}
+        self._questions = 0  # of optimizers for values
+        self._is_above_positive = False  # the last operation was a comparison with a number above 0
         self._is_over = False
         self._is_view: dict[Any, bool] = {}
 
@@ -74,9 +78,12 @@ class Recorder(TorchDispatchMode):
                     self.on_device.add(self._blocks[id(storage)])
                     found.op = -1  # made on the host, and moved before the step
             return self._blocks[id(storage)]
-        if self.on_device is not None and category == "inputs":
+        if category == "inputs" and (self.on_device is not None or hasattr(storage, "is_of_others")):
             category = "host"
-        block = self._new_block(storage, category, -1, name)
+        is_made_now = self.begins_empty and self.on_device is None
+        block = self._new_block(storage, category, len(self._trace.ops) if is_made_now else -1, name)
+        if is_made_now and category != "host":
+            self._trace.events.append(Event(ALLOC, block))
         if self.on_device is not None and category != "host":
             self.on_device.add(block)
         self._trace.blocks[block].parameter = parameter
@@ -128,7 +135,8 @@ class Recorder(TorchDispatchMode):
         tensors = [value for value in flat if isinstance(value, Tensor)]
         has_values = self._has_values(func, tensors, flat)
         if func is _aten._local_scalar_dense.default and not has_values:
-            return _plausible(tensors[0])
+            return self._plausible(tensors[0])
+        self._is_above_positive = func is _aten.gt.Scalar and args[1] > 0
         if has_values:
             if any(id(tensor) in self._fakes for tensor in tensors):
                 flat = [self._fakes[id(value)][1] if id(value) in self._fakes else value for value in flat]
@@ -139,6 +147,10 @@ class Recorder(TorchDispatchMode):
             args, kwargs = tree_unflatten(flat, structure)
             with self._fake_mode:
                 result = func(*args, **kwargs)
+                if func is _aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
+                    with _disable_current_modes():
+                        kept = bytes_kept_by_recurrence(args)
+                    result = (*result[:3], torch.empty(kept, dtype=torch.uint8, device=self._label))
         self._record(func, args, kwargs or {}, flat, structure, result, tensors)
         return result
 
@@ -249,6 +261,16 @@ class Recorder(TorchDispatchMode):
         name = None if node is None else "accumulate" if "AccumulateGrad" in node.name() else ""
         return "backward", torch.is_grad_enabled(), name
 
+    def _plausible(self, tensor: Tensor) -> bool | int | float:
+        """Returns a value for code that asks a tensor without values for its one element."""
+        if self.optimizer is None or torch.is_grad_enabled():
+            return plausible(tensor.dtype)
+        # LBFGS looks at values: its search goes on as long as it may. It improves, has not converged, and goes down.
+        self._questions += 1
+        if tensor.dtype == torch.bool:
+            return self._is_above_positive
+        return 1.0 / self._questions if tensor.dtype.is_floating_point else 1
+
     def _module(self, phase: Phase, is_recomputation: bool) -> str:
         if phase == "optimizer":
             return "optimizer"
@@ -293,8 +315,8 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-def _plausible(tensor: Tensor) -> bool | int | float:
-    """Returns a value for code that asks a tensor without values for its one element."""
-    if tensor.dtype == torch.bool:
+def plausible(dtype: torch.dtype) -> bool | int | float:
+    """Returns the value that a plan takes for each element of a tensor without values."""
+    if dtype == torch.bool:
         return True  # as of torch.isfinite(loss).all()
-    return 1.0 if tensor.dtype.is_floating_point else 1
+    return 1.0 if dtype.is_floating_point else 1

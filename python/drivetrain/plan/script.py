@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..main_script import load_script
 from . import machines, writers
+from .loaders import stand_in_for_torchdata, taking_batch
 from .options import formatted
 from .period import Enough, Period
 from .shadow import Shadow
@@ -139,7 +140,16 @@ def _traced(
     tracer.begin_step()
     shadow = Shadow(folder)
     try:
-        with shadow, writers.stand_ins(shadow), machines.stand_ins(tracer, period, device_kind, size, world_size):
+        others = {
+            "torchdata.stateful_dataloader.stateful_dataloader": stand_in_for_torchdata(
+                period, lambda plain: taking_batch(plain, size.size, size.take)
+            )
+        }
+        with (
+            shadow,
+            writers.stand_ins(shadow, others),
+            machines.stand_ins(tracer, period, device_kind, size, world_size),
+        ):
             hook = register_optimizer_step_post_hook(lambda optimizer, *_: period.step(optimizer))
             try:
                 with tracer:

@@ -360,23 +360,26 @@ def rebind(replaced: dict[Any, Any]) -> Callable[[], None]:
     by_id = {id(old): new for old, new in replaced.items()}
     undo: list[tuple[Any, str, Any]] = []
     for name, module in list(sys.modules.items()):
-        namespace = getattr(module, "__dict__", {})
-        holders: list[tuple[Any, dict[str, Any]]] = [(module, dict(namespace))]
-        if name in _HIGHER_CLASSES:
-            holders += [(each, dict(vars(each))) for each in namespace.values() if isinstance(each, type)]
-        for holder, names in holders:
-            for alias, value in names.items():
-                bare = value.__func__ if type(value) is staticmethod else value
-                if id(bare) in by_id:
-                    new = by_id[id(bare)]
-                    undo.append((holder, alias, value))
-                    setattr(holder, alias, staticmethod(new) if isinstance(holder, type) else new)
+        namespace = dict(getattr(module, "__dict__", {}))
+        holders = [(module, alias, value, value) for alias, value in namespace.items() if id(value) in by_id]
+        for each in namespace.values() if name in _HIGHER_CLASSES else ():
+            if isinstance(each, type):
+                entries = ((alias, value, _bare(value)) for alias, value in vars(each).items())
+                holders += [(each, *entry) for entry in entries if id(entry[2]) in by_id]
+        for holder, alias, value, bare in holders:
+            new = by_id[id(bare)]
+            undo.append((holder, alias, value))
+            setattr(holder, alias, staticmethod(new) if isinstance(holder, type) else new)
 
     def restore() -> None:
         for holder, alias, value in undo:
             setattr(holder, alias, value)
 
     return restore
+
+
+def _bare(value: Any) -> Any:
+    return value.__func__ if type(value) is staticmethod else value
 
 
 def _text(path: Any) -> Any:

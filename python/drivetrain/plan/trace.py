@@ -124,6 +124,7 @@ class StepTrace:
         changes: Files, programs and servers that the script would have changed, started or reached.
         samples: Samples that the last step took from a script's DataLoader; 0: not known.
         epoch_samples: Samples of that DataLoader's data set; 0: not known.
+        num_threads: Threads of torch's operations.
     """
 
     parameters: list[ParameterInfo] = field(default_factory=list)
@@ -139,6 +140,7 @@ class StepTrace:
     changes: list[str] = field(default_factory=list)
     samples: int = 0
     epoch_samples: int = 0
+    num_threads: int = 1
 
     def begin_of_last_step(self) -> int:
         """Returns the index of the event that begins the last step."""

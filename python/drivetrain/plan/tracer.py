@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from ..frames import users_line
 from ..optim.state_dicts import states_of_params
@@ -19,6 +20,7 @@ from .kernels import KernelChoice
 from .native import NativeSteps
 from .recorder import Recorder
 from .reuse import without_copies
+from .settling import steps_until_settled
 from .trace import STEP, Event, ParameterInfo, StepTrace
 
 
@@ -37,7 +39,7 @@ def trace_steps(
         model: The model, on any device, also "meta".
         step_fn: Runs one training step of it.
         device_kind: "cpu" or "cuda": whose kernels the plan is about, which decides how attention and dropout run.
-        num_steps: Steps to trace. The first one makes optimizer states; the last one is what the plan describes.
+        num_steps: Least steps to trace. The first one makes optimizer states; the last one is what the plan describes.
 
     Raises:
         PlanError: The step depends on values.
@@ -49,7 +51,7 @@ def trace_steps(
     random_state = torch.get_rng_state()
     try:
         with tracer:
-            for _ in range(num_steps):
+            while tracer.trace.num_steps < max(num_steps, tracer.steps_until_settled()):
                 tracer.begin_step()
                 step_fn()
                 if not tracer.trace.optimizers:  # the loop around step_fn steps and clears gradients
@@ -73,15 +75,17 @@ class Tracer:
         self._is_script = is_script
         self._what = "the script" if is_script else "step_fn"  # in errors
         self._recorder = Recorder(self, self.trace, label)
+        self._recorder.begins_empty = is_script
         if is_script and device_kind == "cuda":
             self._recorder.on_device = set()
+        self._is_cuda = device_kind == "cuda"
         self._kernels = KernelChoice(device_kind)
         self._native = NativeSteps(self._recorder)
         self._stack = ExitStack()
         self._restore: list[Callable[[], None]] = []
         self._names: dict[int, str] = {}
         self._modules: list[str] = []
-        self._optimizers: set[int] = set()
+        self._optimizers: dict[int, int] = {}  # by id: the steps until its memory is settled
         self._params: dict[int, int] = {}
 
     # ---- What exists before the step.
@@ -158,12 +162,17 @@ class Tracer:
     def finish(self) -> StepTrace:
         """Ends the recording and returns the trace, in which autograd adds up gradients in place."""
         self._recorder.finish()
+        self.trace.num_threads = torch.get_num_threads()
         self.trace.events = without_copies(self.trace, self._recorder.accumulations)
         if not any(op.phase == "backward" for op in self.trace.ops):
             raise PlanError(f"{self._what} ran no backward: a training step runs forward, loss and backward")
-        if any(op.name.startswith("aten::mkldnn_rnn_layer") for op in self.trace.ops):
-            self.trace.notes.append("not counted: what oneDNN's recurrent layers keep for backward")
+        if self._is_cuda and any(op.name.startswith("aten::mkldnn_rnn_layer") for op in self.trace.ops):
+            self.trace.notes.append("recurrent layers: kept for backward is what oneDNN's keep, and cuDNN's may differ")
         return self.trace
+
+    def steps_until_settled(self) -> int:
+        """Returns the number of steps after which the optimizers that have stepped take the same memory."""
+        return 1 + max(self._optimizers.values(), default=0)
 
     # ---- Hooks.
 
@@ -194,7 +203,7 @@ class Tracer:
         self._recorder.optimizers_task = torch._C._current_graph_task_id()
         if id(optimizer) in self._optimizers:
             return
-        self._optimizers.add(id(optimizer))
+        self._optimizers[id(optimizer)] = steps_until_settled(optimizer)
         self.trace.optimizers.append(type(optimizer).__name__)
         before = {parameter: dict(state) for parameter, state in states_of_params(optimizer.state)}
         self._restore.append(lambda: _restore_state(optimizer, before))
@@ -206,7 +215,7 @@ class Tracer:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._recorder.optimizer = None
         for parameter, state in states_of_params(optimizer.state):
-            for value in state.values():
+            for value in tree_leaves(dict(state)):
                 if isinstance(value, Tensor):
                     self._recorder.mark(value, "optimizer states", self._params.get(id(parameter), -1))
 

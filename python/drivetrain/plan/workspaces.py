@@ -1,107 +1,148 @@
-"""Estimates the memory that kernels take while they run, beyond their arguments."""
+"""Measures the memory that CPU kernels take beyond their results, by calls of them on made-up values."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import os
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+from torch.utils._pytree import tree_unflatten
 
+from .replay import CALL_ERRORS, fill, on_cpu
 from .trace import Signature, StepTrace, TensorSpec
 
 _aten = torch.ops.aten
-_LANES = 16  # oneDNN's blocks of channels with AVX-512
-_FLOATS = (torch.float32, torch.bfloat16)
+_NOTHING = "6"  # above the highest level of libkineto's messages
+_MOST_FLOPS = 4e9  # of a call; a larger one is measured with two parts of its batch
+_IMAGES = {_aten.convolution.default: (0,), _aten.convolution_backward.default: (0, 1)}  # arguments with a batch
+_known: dict[tuple[Any, int], int] = {}  # by operation, arguments and threads
 
 
 def cpu_workspaces(trace: StepTrace) -> dict[int, int]:
     """Returns the most bytes that an operation holds while it runs on the CPU, results included, by signature.
 
-    Operations that hold no more than their results are left out. Convolutions are oneDNN's, which copies arguments and
-    results that are not in its blocked layout.
+    Convolutions and recurrent layers are measured. Their kernels copy arguments and results into layouts that depend
+    on sizes, threads and the processor. Operations that hold no more than their results are left out.
     """
+    flops = {op.signature: op.flops for op in trace.ops}
     found = {}
-    for index, signature in enumerate(trace.signatures):
-        if signature.op is _aten.convolution.default:
-            found[index] = _convolution(signature)
-        elif signature.op is _aten.convolution_backward.default:
-            found[index] = _convolution_backward(signature)
+    before = torch.get_num_threads()
+    try:
+        for index, signature in enumerate(trace.signatures):
+            if signature.op not in _IMAGES and signature.op is not _aten.mkldnn_rnn_layer_backward.default:
+                continue
+            key = ((signature.op, signature.arguments), trace.num_threads)
+            if key not in _known:
+                torch.set_num_threads(trace.num_threads)
+                _known[key] = _measured(signature, flops.get(index, 0.0))
+            found[index] = _known[key]
+    finally:
+        torch.set_num_threads(before)
     return {index: size for index, size in found.items() if size}
 
 
-def _convolution(signature: Signature) -> int:
-    tensors = [argument for argument in signature.arguments if isinstance(argument, TensorSpec)]
-    source, weight = tensors[:2]
-    if not _is_blocked(source, weight, signature):
+def _measured(signature: Signature, flops: float) -> int:
+    """Returns the workspace of a call; 0 if it cannot run on made-up values."""
+    try:
+        if signature.op is _aten.mkldnn_rnn_layer_backward.default:
+            return _workspace_of_recurrence(signature)
+        size = signature.arguments[0].shape[0]
+        if flops <= _MOST_FLOPS or size < 8:
+            return workspace(signature, arguments_for(signature))
+        few, many = size // 8, size // 4
+        of_few, of_many = (_workspace_of_part(signature, part) for part in (few, many))
+        return of_many + (of_many - of_few) * (size - many) // (many - few)
+    except CALL_ERRORS:
         return 0
-    transposed = _is_transposed(signature)
-    channels = weight.shape[1] if transposed else weight.shape[0]
-    target = _target_shape(source, weight, signature, channels)
-    size = int(weight.dtype.itemsize)
-    copied = math.prod(target[2:]) * target[0] * _padded(channels) * size
-    whole = math.prod(target) * size
-    return max(_blocked(source) + _blocked_weight(weight) + copied, whole + copied)
 
 
-def _convolution_backward(signature: Signature) -> int:
-    grad, source, weight = [argument for argument in signature.arguments if isinstance(argument, TensorSpec)][:3]
-    if not _is_blocked(source, weight, signature):
-        return 0
-    makes = [argument for argument in signature.arguments if isinstance(argument, bool)][-3:]
-    of_source = _blocked(grad) + _blocked_weight(weight) + _blocked(source, always=True)
-    kept = math.prod(source.shape) * source.dtype.itemsize if makes[0] else 0
-    of_weight = kept + _blocked(grad) + _blocked(source) + _blocked_weight(weight)
-    return max(of_source if makes[0] else 0, of_weight if makes[1] else 0)
+def _workspace_of_part(signature: Signature, size: int) -> int:
+    """Returns the workspace of a convolution for a part of its batch."""
+    arguments = list(signature.arguments)
+    for position in _IMAGES[signature.op]:
+        arguments[position] = arguments[position]._replace(shape=(size, *arguments[position].shape[1:]))
+    part = signature._replace(arguments=tuple(arguments))
+    return workspace(part, arguments_for(part))
 
 
-def _is_blocked(source: TensorSpec, weight: TensorSpec, signature: Signature) -> bool:
-    """Returns whether oneDNN copies: torch's rule for using it, and a layout with channels before positions."""
-    if source.dtype not in _FLOATS or len(source.shape) < 4 or source.stride[1] == 1 != source.shape[1]:
-        return False
-    is_pointwise = all(size == 1 for size in weight.shape[2:])
-    is_strided = _numbers(source, signature)[0] > 1
-    if is_pointwise and torch.get_num_threads() == 1 and not is_strided and source.shape[0] < 16:
-        return False
-    is_large_filter = all(size > 3 for size in weight.shape[2:])
-    return is_large_filter or source.shape[0] > 1 or math.prod(source.shape) > 20480
+def _workspace_of_recurrence(signature: Signature) -> int:
+    """Returns the workspace of oneDNN's backward pass, which reads what its forward pass keeps."""
+    args, _ = arguments_for(signature)
+    names = [argument.name for argument in signature.op._schema.arguments]
+    given = dict(zip(names, args, strict=True))
+    settings = ("batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first")
+    forward = [*args[:5], given["hx_"], given["cx_tmp"], given["reverse"], *(given[name] for name in settings), True]
+    with torch.enable_grad():
+        kept = _aten.mkldnn_rnn_layer(*forward)[3]
+    return workspace(signature, ((*args[:-1], kept), {}))
 
 
-def _numbers(source: TensorSpec, signature: Signature) -> list[int]:
-    """Returns stride, padding, dilation and output padding of every axis, and the groups."""
-    numbers = [value for value in signature.arguments if isinstance(value, int) and not isinstance(value, bool)]
-    return numbers[-(4 * (len(source.shape) - 2) + 1) :]  # without the size of the bias
+def bytes_kept_by_recurrence(args: tuple[Any, ...]) -> int:
+    """Returns the bytes that oneDNN's recurrent layer keeps for backward, which tensors without values do not show.
+
+    Args:
+        args: Those of `aten::mkldnn_rnn_layer`, of which tensors have only a layout.
+    """
+    source, *weights = args[:5]
+
+    def kept(length: int) -> int:
+        shapes = [(length, *source.shape[1:]), *(weight.shape for weight in weights), args[5].shape, args[6].shape]
+        made = [torch.zeros(shape, dtype=source.dtype) for shape in shapes]
+        with torch.enable_grad():
+            return int(_aten.mkldnn_rnn_layer(*made, *args[7:])[3].numel())
+
+    return kept(1) + (source.shape[0] - 1) * (kept(2) - kept(1))
 
 
-def _is_transposed(signature: Signature) -> bool:
-    return next((argument for argument in signature.arguments if isinstance(argument, bool)), False)
+# ---- Calls on made-up values.
 
 
-def _target_shape(source: TensorSpec, weight: TensorSpec, signature: Signature, channels: int) -> Sequence[int]:
-    rank = len(source.shape) - 2
-    numbers = _numbers(source, signature)
-    stride, padding, dilation, output_padding = (numbers[rank * i : rank * (i + 1)] for i in range(4))
-    shape = [source.shape[0], channels]
-    for axis in range(rank):
-        size, reach = source.shape[2 + axis], dilation[axis] * (weight.shape[2 + axis] - 1)
-        if _is_transposed(signature):
-            shape.append((size - 1) * stride[axis] - 2 * padding[axis] + reach + output_padding[axis] + 1)
-        else:
-            shape.append((size + 2 * padding[axis] - reach - 1) // stride[axis] + 1)
-    return shape
+def arguments_for(signature: Signature) -> tuple[Any, dict[str, Any]]:
+    """Returns made-up arguments of an operation."""
+    rows = next((a.shape[0] for a in signature.arguments if isinstance(a, TensorSpec) and a.shape), 1)
+    flat = [
+        _made(argument, rows) if isinstance(argument, TensorSpec) else on_cpu(argument)
+        for argument in signature.arguments
+    ]
+    args, kwargs = tree_unflatten(flat, signature.structure)
+    return args, kwargs
 
 
-def _padded(channels: int) -> int:
-    return -(-channels // _LANES) * _LANES
+def _made(spec: TensorSpec, rows: int) -> Tensor:
+    """Returns a tensor of that layout: random values, and indices that are valid for the first argument's rows."""
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,))
+    fill(storage, max(1, min(rows, 2)))
+    return tensor
 
 
-def _blocked(spec: TensorSpec, always: bool = False) -> int:
-    """Returns the bytes of a blocked copy. Images with a few channels are read as they are."""
-    channels = spec.shape[1]
-    if channels < 4 and not always:
-        return 0
-    return math.prod(spec.shape) // channels * _padded(channels) * int(spec.dtype.itemsize)
+def workspace(signature: Signature, call: tuple[Any, dict[str, Any]]) -> int:
+    """Returns the most bytes that a call holds at a time, results included; 0 if it holds no more than these."""
+    args, kwargs = call
+    with torch.no_grad():
+        signature.op(*args, **kwargs)  # a first call may fill caches
+        with memory_profile() as profiled:
+            result = signature.op(*args, **kwargs)
+    peak, live = peak_of(profiled)
+    del result
+    return peak if peak > max(live, 0) else 0
 
 
-def _blocked_weight(weight: TensorSpec) -> int:
-    out, into = weight.shape[:2]
-    return math.prod(weight.shape[2:]) * _padded(out) * _padded(into) * int(weight.dtype.itemsize)
+def memory_profile() -> profile:
+    """Returns a profile for `peak_of`."""
+    # Otherwise the profiler prints two lines for each profile. It reads the variable once.
+    os.environ.setdefault("KINETO_LOG_LEVEL", _NOTHING)
+    # torch.profiler's class would also summarize all operations, which takes longer than to run them.
+    return profile(profile_memory=True, use_kineto=True)
+
+
+def peak_of(profiled: profile) -> tuple[int, int]:
+    """Returns the most bytes that torch's CPU allocator gave out in a profile, and those that are left at its end."""
+    live = peak = 0
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda one: one.start_ns()):  # type: ignore[no-any-return]
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, live

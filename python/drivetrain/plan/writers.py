@@ -9,9 +9,11 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeGuard
 
 import torch
@@ -40,8 +42,13 @@ _CHANGING = os.O_RDWR | os.O_CREAT
 
 
 @contextlib.contextmanager
-def stand_ins(shadow: Shadow) -> Iterator[None]:
-    """Lets libraries write where the shadow says, modules that are imported later included, until the block ends."""
+def stand_ins(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) -> Iterator[None]:
+    """Lets libraries write where the shadow says, modules that are imported later included, until the block ends.
+
+    Args:
+        shadow: The shadow.
+        others: Functions to call with other modules, by name, once they are imported.
+    """
     saver = _Saver(shadow)
     plain_reduce = FakeTensor.__reduce_ex__
     FakeTensor.__reduce_ex__ = saver.reduced()  # type: ignore[method-assign]
@@ -53,13 +60,14 @@ def stand_ins(shadow: Shadow) -> Iterator[None]:
         torch._C.PyTorchFileReader: _by_read_place(shadow, torch._C.PyTorchFileReader),
         torch.from_file: _mapped(shadow, torch.from_file),
     }
-    by_module: dict[str, list[Callable[[ModuleType], None]]] = {}
+    by_module = {name: [function] for name, function in others.items()}
     for module, name, position, argument in _NATIVE_WRITERS:
         by_module.setdefault(module, []).append(functools.partial(_redirect, shadow, name, position, argument))
     by_module.setdefault("safetensors.torch", []).append(saver.stand_in_for_safetensors)
     by_module.setdefault("sqlite3", []).append(functools.partial(_redirect, shadow, "connect", 0, "database"))
     by_module.setdefault("h5py", []).append(functools.partial(_redirect, shadow, "File", 0, "name"))
     by_module.setdefault("wandb", []).append(_disable_wandb)
+    by_module["drivetrain.checkpointing.checkpointer"] = [saver.stand_in_for_checkpointer]
     by_module.setdefault("numpy", []).append(functools.partial(_map_copies, shadow))
     before = {name: os.environ.get(name) for name in ("WANDB_MODE", "HF_HUB_OFFLINE")}
     os.environ.update(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
@@ -157,6 +165,42 @@ class _Saver:
         import safetensors
 
         rebind({module.save_file: save_file, module.load_file: load_file, safetensors.safe_open: safe_open})
+
+    def stand_in_for_checkpointer(self, module: ModuleType) -> None:
+        """Lets drivetrain's Checkpointer count steps, because its native code reads and writes memory with values.
+
+        It restores nothing, and its first step shows what a save would write.
+        """
+
+        def enter(checkpointer: Any) -> Any:
+            checkpointer._saver, checkpointer._entered_at = object(), time.monotonic()
+            checkpointer._position.open()
+            return checkpointer
+
+        def leave(checkpointer: Any, *_: object) -> bool:
+            checkpointer._saver = None
+            checkpointer._position.close()
+            checkpointer._notices.close()
+            return False
+
+        def step(checkpointer: Any) -> None:
+            checkpointer._open_saver()
+            checkpointer._position.stepped()
+            checkpointer._steps += 1
+            if checkpointer._steps == 1:
+                checkpointer.save()
+
+        def save(checkpointer: Any) -> Any:
+            checkpointer._open_saver()
+            state, directory = checkpointer._state, checkpointer._directory
+            path = Path(getattr(directory, "directory", directory)) / f"step-{checkpointer._steps:010}"
+            path.mkdir(parents=True, exist_ok=True)
+            tensors = [state.model.state_dict(), [optimizer.state_dict() for optimizer in state.optimizers]]
+            self._noted(path / "rank0.safetensors", lambda file: torch.serialization.save(tensors, file))
+            return SimpleNamespace(path=path, step=checkpointer._steps)
+
+        for name, function in {"__enter__": enter, "__exit__": leave, "step": step, "save": save}.items():
+            setattr(module.Checkpointer, name, function)
 
 
 class _OpenTensors:

@@ -1,6 +1,6 @@
-"""Compares planned with measured times of loops with several optimizers, accumulation, ratios, closures and evaluation.
+"""Compares planned with measured times of loops: several optimizers, accumulation, ratios, closures and evaluation.
 
-Each loop runs under `drivetrain run --monitor` and under `drivetrain plan --calibrate --compare`, as a user would run it.
+Each loop runs under `drivetrain run --monitor` and under `drivetrain plan --calibrate --compare`, as users run it.
 """
 
 from __future__ import annotations

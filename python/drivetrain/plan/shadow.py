@@ -361,6 +361,7 @@ def rebind(replaced: dict[Any, Any]) -> Callable[[], None]:
     undo: list[tuple[Any, str, Any]] = []
     for name, module in list(sys.modules.items()):
         namespace = dict(getattr(module, "__dict__", {}))
+        holders: list[tuple[Any, str, Any, Any]]
         holders = [(module, alias, value, value) for alias, value in namespace.items() if id(value) in by_id]
         for each in namespace.values() if name in _HIGHER_CLASSES else ():
             if isinstance(each, type):

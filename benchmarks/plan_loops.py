@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 torch.set_num_threads({threads})
 def net():
-    return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512))
-data = TensorDataset(torch.randn(128 * 120, 512))
-loader, evaluation = DataLoader(data, 128), DataLoader(TensorDataset(torch.randn(512, 512)), 128)
+    return nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+data = TensorDataset(torch.randn(64 * 60, 512))
+loader, evaluation = DataLoader(data, 64), DataLoader(TensorDataset(torch.randn(256, 512)), 64)
 a, b = net(), net()
 first, second = torch.optim.AdamW(a.parameters()), torch.optim.SGD(b.parameters(), 1e-3, momentum=0.9)
 """

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote
+from checkpoint_crashes.damage import DAMAGES, FILES, damage_rounds, flip, trained
+from drivetrain.checkpointing import CheckpointError
+from effort import rounds
 
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-100 % len(data)] ^= 1
-    path.write_bytes(data)
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "a flipped bit": _flip,
-    "cut off by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,  # type: ignore[func-returns-value]
-    "empty": lambda path: os.truncate(path, 0),
-    "missing": Path.unlink,
-}
-FILES = ("rank-00000-of-00001.safetensors", "rank-00000-of-00001.json", "manifest.json")
 every_damage = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 every_file = pytest.mark.parametrize("file", FILES)
-
-
-def trained(directory: Path, steps: int, url: Path | None = None, keep: int = 3) -> Checkpointer:
-    """Makes some steps, each with a save, that add 1 to the weights; checks that they continue from the last step."""
-    model = nn.Linear(8, 8)
-    nn.init.zeros_(model.weight)
-    tiers = [] if url is None else [Remote(f"file://{url}", keep=None)]
-    with Checkpointer(directory, model=model, every=None, keep=keep, tiers=tiers, run="tested") as ckpt:
-        torch.testing.assert_close(model.weight.detach(), torch.full((8, 8), float(ckpt.steps)), rtol=0, atol=0)
-        for _ in range(steps):
-            with torch.no_grad():
-                model.weight.add_(1)
-            ckpt.step()
-            ckpt.save()
-    return ckpt
 
 
 @every_file
@@ -98,6 +67,12 @@ def test_a_damaged_remote_copy_leaves_a_local_one_of_that_step(tmp_path: Path) -
     trained(tmp_path / "a", 1)
     trained(tmp_path / "b", 2, tmp_path / "remote")  # continues with step 1
     for step in (2, 3):
-        _flip(tmp_path / "remote" / f"step-{step:010d}" / FILES[0])
+        flip(tmp_path / "remote" / f"step-{step:010d}" / FILES[0])
     with pytest.warns(UserWarning, match="with step 2"):
         assert trained(tmp_path / "a", 0, tmp_path / "remote").steps == 2
+
+
+@pytest.mark.filterwarnings("ignore:the training continues with step")
+def test_several_files_of_both_tiers_are_damaged(tmp_path: Path) -> None:
+    outcomes = damage_rounds(tmp_path, range(rounds(15, 200)))
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -68,6 +69,24 @@ def damage_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[
         yield seed, True, problems
 
 
+class _Enough(Exception):
+    """Leaves the block without a save or an upload."""
+
+
+def _restored_step(folder: Path) -> int:
+    model = nn.Linear(8, 8)
+    tiers = [Remote(f"file://{folder / 'remote'}", keep=None)]
+    steps = 0
+    with (
+        contextlib.suppress(_Enough),
+        Checkpointer(folder / "runs", model=model, every=None, tiers=tiers, run="tested") as ckpt,
+    ):
+        steps = ckpt.steps
+        torch.testing.assert_close(model.weight.detach(), torch.full((8, 8), float(steps)), rtol=0, atol=0)
+        raise _Enough
+    return steps
+
+
 def damage_round(folder: Path, seed: int) -> list[str]:
     """Damages one to six files, restarts the run, and returns what is wrong."""
     rng = random.Random(seed)
@@ -86,7 +105,7 @@ def damage_round(folder: Path, seed: int) -> list[str]:
     copies = itertools.product(("runs", "remote"), range(1, STEPS + 1))
     intact = [step for tier, step in copies if not any(one[:2] == (tier, step) for one in chosen)]
     try:
-        found = trained(folder / "runs", 0, folder / "remote").steps
+        found = _restored_step(folder)
     except CheckpointError:
         # The identity of the run may be damaged, and a directory whose run is unknown is refused.
         return [] if not intact or any(name == "run.json" for _, _, name in chosen) else [f"it was refused: {done}"]

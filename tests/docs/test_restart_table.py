@@ -11,6 +11,12 @@ TESTS = {
     "parameters that are written between `ckpt.step()` and the next step": (
         "test_crashes: test_a_checkpoint_has_the_values_of_its_step"
     ),
+    "Lightning's averages, and callbacks with a state or with `on_save_checkpoint`": (
+        "frameworks/test_lightning_callbacks: test_a_killed_training_with_callbacks_continues_with_the_same_bits"
+    ),
+    "children that NumPy's `Generator.spawn` makes after a restart": (
+        "test_values: test_a_generator_spawns_the_children_that_it_would_have_spawned"
+    ),
     "a sampler with its own generator, drawn at the begin or per batch": (
         "test_changed_data: test_samplers_with_generators_of_their_own"
     ),
@@ -62,6 +68,15 @@ TESTS = {
     ),
     "states of another kind of optimizer": "test_saved_optimizer: test_another_optimizer_is_named",
     "other names or shapes of parameters": "test_identity: test_another_model_raises_and_says_how_to_begin_anew",
+    "a model that does not load what it saves, such as layers of bitsandbytes": (
+        "test_values: test_a_model_that_does_not_load_what_it_saves_is_refused_before_the_training"
+    ),
+    "nested tensors, and tensor subclasses that wrap other tensors": (
+        "test_encoding: test_what_has_no_encoding_is_named"
+    ),
+    "a user who may not write to the directory": (
+        "test_access: test_a_colleague_who_may_not_write_is_refused_before_the_training"
+    ),
     "other values in `config`": "test_identity: test_other_settings_raise_and_say_how_to_go_on",
     "the directory was removed, `Ram` has a checkpoint": (
         "test_identity: test_memory_of_a_removed_directory_is_not_continued"
@@ -91,5 +106,6 @@ def test_each_row_has_a_test(repository: Path) -> None:
     assert rows == list(TESTS)
     for place in TESTS.values():
         name, _, test = place.partition(": ")
-        tree = ast.parse((repository / f"tests/checkpointing/{name}.py").read_text())
+        file = name if "/" in name else f"checkpointing/{name}"
+        tree = ast.parse((repository / f"tests/{file}.py").read_text())
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place

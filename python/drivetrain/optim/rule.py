@@ -83,7 +83,7 @@ def rule_of(cls: type) -> Rule:
 
 
 @functools.lru_cache
-def options_of(cls: type) -> frozenset[str]:
+def options_of(cls: Any) -> frozenset[str]:
     """Returns the names of the options of the class with a rule, without those that a subclass or a script adds."""
     ours: Any = next(each for each in cls.__mro__ if each in _rules)
     return frozenset(inspect.signature(ours).parameters)

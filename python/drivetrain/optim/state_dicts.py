@@ -99,7 +99,8 @@ class StateDicts(NativeStep):
                     f"{where} was written by a newer drivetrain: its storage formats have version {version}, and this "
                     f"drivetrain reads up to {precision.VERSION}. Upgrade it, or save torch_state_dict() there."
                 )
-            expected = options_of(type(self.optimizer)) & self.optimizer.defaults.keys() & own.keys()
+            kind: Any = type(self.optimizer)
+            expected = options_of(kind) & self.optimizer.defaults.keys() & own.keys()
             lacking = expected - group.keys() - _MAY_BE_ABSENT
             known = own.keys() | self.rule.also(group)
             foreign = [keys[0] for keys in _OF_OTHERS if keys[0] not in known and group.keys() >= {*keys}]

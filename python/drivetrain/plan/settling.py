@@ -13,8 +13,8 @@ def steps_until_settled(optimizer: torch.optim.Optimizer) -> int:
     """Returns the number of steps after which all steps of an optimizer allocate the same."""
     if isinstance(optimizer, torch.optim.LBFGS):  # its history grows with each evaluation but the first
         group = optimizer.param_groups[0]
-        each = max(1, min(group["max_iter"], group["max_eval"]))
-        return min(_MOST, 1 + math.ceil((group["history_size"] + 1) / each))
+        each: int = max(1, min(group["max_iter"], group["max_eval"]))
+        return int(min(_MOST, 1 + math.ceil((group["history_size"] + 1) / each)))
     if isinstance(optimizer, torch.optim.RAdam):
         return min(_MOST, max((_until_rectified(group["betas"][1]) for group in optimizer.param_groups), default=1))
     return 1

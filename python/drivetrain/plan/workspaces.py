@@ -48,7 +48,7 @@ def _measured(signature: Signature, flops: float) -> int:
     try:
         if signature.op is _aten.mkldnn_rnn_layer_backward.default:
             return _workspace_of_recurrence(signature)
-        size = signature.arguments[0].shape[0]
+        size: int = signature.arguments[0].shape[0]
         if flops <= _MOST_FLOPS or size < 8:
             return workspace(signature, arguments_for(signature))
         few, many = size // 8, size // 4
@@ -93,7 +93,8 @@ def bytes_kept_by_recurrence(args: tuple[Any, ...]) -> int:
         with torch.enable_grad():
             return int(_aten.mkldnn_rnn_layer(*made, *args[7:])[3].numel())
 
-    return kept(1) + (source.shape[0] - 1) * (kept(2) - kept(1))
+    length: int = source.shape[0]
+    return kept(1) + (length - 1) * (kept(2) - kept(1))
 
 
 # ---- Calls on made-up values.
@@ -141,8 +142,9 @@ def memory_profile() -> profile:
 def peak_of(profiled: profile) -> tuple[int, int]:
     """Returns the most bytes that torch's CPU allocator gave out in a profile, and those that are left at its end."""
     live = peak = 0
-    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda one: one.start_ns()):  # type: ignore[no-any-return]
+    results: Any = profiled.kineto_results
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda one: one.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
     return peak, live

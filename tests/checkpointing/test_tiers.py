@@ -233,6 +233,21 @@ def test_a_damaged_remote_checkpoint_is_passed_over(
         trained(tmp_path / "c", 0, tiers=tiers, every=None)
 
 
+def test_a_damaged_checkpoint_is_not_uploaded(
+    tmp_path: Path, remote: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
+) -> None:
+    large = {"large": nn.Linear(50, 100)}  # lies in chunks of its own
+    trained(tmp_path, 2, tiers=[], extra=large)
+    path = tmp_path / "step-0000000002" / "rank-00000-of-00001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.warns(UserWarning, match="continues with step 1, because newer .*step-0000000002"):
+        (status,) = trained(tmp_path, 0, tiers=[Remote("flaky://run")], every=None, extra=large).status()
+    assert status == ("flaky://run", 1, (), None, ())
+    assert stored(remote) == {"step-0000000001"}
+    assert "not every tier has the last step" not in caplog.text
+
+
 def test_uploads_can_be_rarer(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
     trained(tmp_path, 5, tiers=[Remote("flaky://run", every="1h", keep=None)])
     assert stored(remote) == {"step-0000000001", "step-0000000005"}  # the first and the last

@@ -86,6 +86,7 @@ def load_newest(
                     f"{'; '.join(reasons)}",
                     stacklevel=4,
                 )
+            tiers.continue_with(checkpoint)
             return checkpoint, *loaded
         is_locked = isinstance(failure, EncryptionError)
         failure = failure or CheckpointError(f"{checkpoint.path} cannot be read by another rank, whose log says why")

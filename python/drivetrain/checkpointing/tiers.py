@@ -120,6 +120,7 @@ class Tiers:
         self._ram_error = ""
         self._uploaders: list[Uploader] = []
         self._submitted_at: list[float] = []
+        self._newest_remote: dict[int, int] = {}  # the newest serial of each remote that could be read at the start
         self._last: Path | None = None
         self._closed_status: list[TierStatus] = []
         self.damaged: list[str] = []
@@ -197,6 +198,13 @@ class Tiers:
         except CheckpointError as error:
             _logger.warning("no remote copy takes the place of a damaged checkpoint: %s", error)
         return self._ranks.any_true(is_there)
+
+    def continue_with(self, checkpoint: Checkpoint) -> None:
+        """Uploads the checkpoint that the training continues with, where the last run ended before it was uploaded."""
+        for index, newest in self._newest_remote.items():
+            assert self._store is not None
+            if checkpoint.path.parent == self._store.directory and checkpoint.serial > newest:
+                self._uploaders[index].submit(checkpoint.path)
 
     def check_new(self) -> None:
         """Raises CheckpointError on all ranks if no checkpoint was found, although the run has had one."""
@@ -307,9 +315,8 @@ class Tiers:
                 self._identity = Identity(store.directory, home, run)
                 self._identity.settle(local, places[-1], memory[0] if memory else [])
                 if self._uploaders:
-                    mine, *others = [complete_checkpoints(place) for place in places]
-                    above = max((one.serial for each in (mine, *others) for one in each), default=0)
-                    self._download(store, above, None, mine[-1] if mine else None)
+                    complete = [one for place in places for one in complete_checkpoints(place)]
+                    self._download(store, max((one.serial for one in complete), default=0), None)
                 origin = self._identity.begin()
                 store.belong_to(origin)
                 if self._ram_store is not None:
@@ -327,20 +334,19 @@ class Tiers:
                 "another rank cannot begin with the checkpoints that it found; its error says why"
             )
 
-    def _download(self, store: Store, above: int, up_to: int | None, mine: Checkpoint | None = None) -> bool:
+    def _download(self, store: Store, above: int, up_to: int | None) -> bool:
         """Downloads the newest intact remote checkpoint with a serial above the first number, up to the second.
 
         Args:
             store: The local store.
             above, up_to: The limits; None sets no upper one.
-            mine: Is uploaded where it is newer than what a remote has.
 
         Raises:
             CheckpointError: `above` is 0, and a remote cannot be read or none of their checkpoints is intact.
         """
         candidates: list[tuple[int, str, RemoteDirectory]] = []
         problems = []
-        for uploader in self._uploaders:
+        for index, uploader in enumerate(self._uploaders):
             try:
                 found = uploader.remote.manifests()
             except CheckpointError as error:
@@ -354,8 +360,7 @@ class Tiers:
                 for name, one in found.items()
                 if one.serial > above and (up_to is None or one.serial <= up_to)
             ]
-            if mine is not None and mine.serial > max((one.serial for one in found.values()), default=0):
-                uploader.submit(mine.path)  # the last run ended before it was uploaded
+            self._newest_remote[index] = max((one.serial for one in found.values()), default=0)
         for _, name, remote in sorted(candidates, key=lambda one: one[0], reverse=True):
             problem = _fetched(remote, name, store.directory)
             if problem is None:

@@ -62,13 +62,13 @@ def accumulate(
         scaler: A GradScaler. The window scales the loss, steps and updates it.
         scheduler: Learning-rate scheduler to step after every step of the optimizer.
         max_grad_norm: Clips the 2-norm of all the optimizers' unscaled gradients together before a step. A single
-        optimizer of drivetrain.optim clips inside its step.
+            optimizer of drivetrain.optim clips inside its step.
 
     Raises:
         ValueError: `steps` is below 1, or an optimizer of Accelerate has a scaler that is not passed.
         TypeError: An optimizer is not a torch.optim.Optimizer.
         NotImplementedError: The model is wrapped into another parallel class than drivetrain's. Or an optimizer steps
-        in backward and there is a wrapper, a scaler or max_grad_norm.
+            in backward and there is a wrapper, a scaler or max_grad_norm.
     """
     return Window(model, optimizer, steps, scaler=scaler, scheduler=scheduler, max_grad_norm=max_grad_norm)
 
@@ -196,9 +196,9 @@ class Window:
 
         Args:
             loss: The mean over this micro-batch, not divided by anything else. Use float32: a 16-bit loss rounds its
-            weight to 16 bits.
+                weight to 16 bits.
             weight: The number of tokens or samples in the mean, finite and at least 0. A loss of weight 0 is ignored
-            and may be nan. A CUDA tensor makes the call wait for the device.
+                and may be nan. A CUDA tensor makes the call wait for the device.
             **kwargs: Arguments of `torch.Tensor.backward`.
 
         Returns:
@@ -206,9 +206,9 @@ class Window:
 
         Raises:
             RuntimeError: The call is outside of the with block, or gradients were zeroed or written since the window
-            began.
+                began.
             ValueError: The weight is negative or not finite, or all weights of a window on all ranks sum to 0. The
-            collected gradients are dropped.
+                collected gradients are dropped.
         """
         if not self._is_open:
             raise RuntimeError(

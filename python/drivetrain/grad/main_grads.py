@@ -40,12 +40,12 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
 
     Args:
         model: Has bfloat16 or float16 parameters that require a gradient. Other parameters are left alone. Main
-        gradients live as long as this object, so pass the model itself.
+            gradients live as long as this object, so pass the model itself.
         bits: 32 or 24.
 
     Raises:
         ValueError: `bits` is neither 32 nor 24, or 24 with float16 parameters. The model has no 16-bit parameter, or
-        one of them has a gradient.
+            one of them has a gradient.
         RuntimeError: The model is wrapped already or has main gradients.
         NotImplementedError: A parameter is a DTensor.
     """

@@ -127,14 +127,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: A gradient's or state's dtype, or a state's shape, does not fit its parameter. A parameter was
-            cast since the last step, or a hyper-parameter is not a number. The message names the parameter.
+                cast since the last step, or a hyper-parameter is not a number. The message names the parameter.
             ValueError: A gradient's shape or device does not fit its parameter. Two parameters share memory, or two
-            gradients do in a step that writes them. A group lacks a hyper-parameter or has one out of range. The
-            environment variable DRIVETRAIN_ISA names no instruction set of this processor.
+                gradients do in a step that writes them. A group lacks a hyper-parameter or has one out of range. The
+                environment variable DRIVETRAIN_ISA names no instruction set of this processor.
             RuntimeError: A gradient is sparse and the rule is neither SGD's nor Adagrad's, or a CUDA graph captures the
-            first step, which creates states.
+                first step, which creates states.
             NotImplementedError: The parameters are tensor subclasses other than DTensor, or on a device without kernels
-            in this build. They are on several devices where max_grad_norm or a GradScaler needs one.
+                in this build. They are on several devices where max_grad_norm or a GradScaler needs one.
 
             After an error no parameter, state or step counter has changed.
         """
@@ -172,8 +172,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             model: Contains some of this optimizer's parameters. Wrap it into DistributedDataParallel first.
             clip_by_previous_norm: Scales the gradients of a backward as if their norm were that of the backward before;
-            the first backward is not scaled. This differs from torch.nn.utils.clip_grad_norm_: a sudden spike passes,
-            and the next step is clipped. Not supported with reentrant activation checkpointing.
+                the first backward is not scaled. This differs from torch.nn.utils.clip_grad_norm_: a sudden spike
+                passes, and the next step is clipped. Not supported with reentrant activation checkpointing.
             bucket_cap_mb: MiB of gradients to collect before a step. DistributedDataParallel uses its own bucket size.
 
         Returns:
@@ -181,12 +181,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             NotImplementedError: max_grad_norm is set, the model is wrapped into another parallel class, a parameter is
-            a DTensor, or torch's class steps some of the parameters.
+                a DTensor, or torch's class steps some of the parameters.
             TypeError: `model` is not a module.
             ValueError: clip_by_previous_norm or bucket_cap_mb is not above 0, or the optimizer has no parameter of the
-            model.
+                model.
             RuntimeError: step_in_backward() is active already, or a DistributedDataParallel outside the model reduces
-            some of the parameters. If that wraps them later, backward raises.
+                some of the parameters. If that wraps them later, backward raises.
         """
         return Engine(self).step_in_backward(model, clip_by_previous_norm, bucket_cap_mb)
 
@@ -231,7 +231,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: The groups do not fit, as in torch, or a saved group has an option out of range. The state
-            belongs to another optimizer or to a newer version of drivetrain.
+                belongs to another optimizer or to a newer version of drivetrain.
 
             After an error the optimizer has the groups and states that it had before.
         """

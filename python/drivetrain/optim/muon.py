@@ -107,7 +107,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
 
     Raises:
         ValueError: A hyper-parameter is out of range or a parameter is not a matrix, as under torch. Or `eps` is
-        negative, `ns_steps` is not from 0 to 99, or `ns_coefficients` is not three finite numbers.
+            negative, `ns_steps` is not from 0 to 99, or `ns_coefficients` is not three finite numbers.
         TypeError: `fallback` is no dict, or has an option that AdamW lacks.
         RuntimeError: A step has complex matrices or sparse gradients.
     """

@@ -87,7 +87,7 @@ def state_as_asked(
         state: The parameter's state.
         name: The entry's name in torch's class.
         kind: The state's kind, from the native rule. It determines the shape; some parameters have no state of some
-        kinds.
+            kinds.
         param: The parameter.
         precision: The group's options.
         label: Names the parameter in errors.

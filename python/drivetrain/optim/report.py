@@ -36,7 +36,7 @@ class Report:
         bandwidth: Bytes per second of an in-place triad on this machine, measured for the report; None on a GPU.
         counts: Steps made, skipped and clipped since the optimizer was constructed.
         lost_updates: By parameter, the share of elements that a step changes in float32 but not in their 16 bits. Only
-        parameters that round to nearest appear.
+            parameters that round to nearest appear.
     """
 
     num_elements: int

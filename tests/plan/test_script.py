@@ -204,3 +204,67 @@ def test_memory_of_numpy_is_not_torchs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         peaks.append(json.loads((tmp_path / "plan.json").read_text())["peak_bytes"])
     assert peaks[0] == peaks[1]
+
+
+SLOW_DATA = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.randn(200)
+
+model = nn.Linear(200, 200)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for index, x in enumerate(DataLoader(Slow(), num_workers=1)):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    open(f"{index}.txt", "w").write(f"{loss.item()}")
+"""
+
+
+def test_calibration_runs_the_script_with_its_own_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done = planned(tmp_path, "--gpu", "cpu", "--calibrate", "train.py", script=SLOW_DATA)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())["step_s"] > 0.04  # it waits for the worker
+    assert "rest, as measured" in done.stdout
+    assert not list(tmp_path.glob("*.txt"))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("assert loss.item() == 1, 'no ones'", "train.py raised AssertionError on real values: no ones"),
+        ("import os; loss.item() == 1 or os._exit(7)", "train.py has ended its process with exit code 7"),
+    ],
+)
+def test_calibration_says_why_a_script_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, why: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done = planned(
+        tmp_path,
+        "--gpu",
+        "cpu",
+        "--calibrate",
+        "train.py",
+        script=SLOW_DATA.replace("    loss.b", f"    {line}\n    loss.b"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "leaves out loaders and Python, because no iteration was measured" in done.stdout
+    assert why in done.stdout
+
+
+def test_a_measured_script_is_ended_in_time(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOW_DATA.replace("    loss.b", "    time.sleep(900)\n    loss.b"))
+    code = "from drivetrain.plan.script import measure_script; measure_script('train.py', period=1, seconds=2.0)"
+    done = subprocess.run([warm_python(), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "PlanError: train.py has made 0 optimizer steps in 2 s, too few to measure an iteration" in done.stderr

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..plan.devices import Device
     from ..plan.result import Plan
+    from ..plan.trace import StepTrace
 
 _PROCESS_S = 600  # limit of the plan of one batch size
 
@@ -55,7 +57,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expandable", action="store_true", help="use expandable segments of CUDA's allocator")
     parser.add_argument("--devices", type=Path, metavar="FILE", help="TOML file with more devices")
     parser.add_argument(
-        "--calibrate", action="store_true", help="with --gpu cpu: measure operations here for 30 seconds"
+        "--calibrate",
+        action="store_true",
+        help="with --gpu cpu: measure operations and the script's iterations here, for a minute at most",
     )
     parser.add_argument("--price", type=Path, metavar="FILE", help="TOML file with your prices")
     parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps of the run, for its time and price")
@@ -113,7 +117,8 @@ def _check_files(args: argparse.Namespace) -> None:
         read_prices(args.price, device.key)
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
+    """Plans the script. `measures` lets a calibration run it on real values, too."""
     from ..plan.devices import device_of
     from ..plan.options import Options, bytes_of
     from ..plan.result import Plan
@@ -135,13 +140,38 @@ def _plan(args: argparse.Namespace) -> Plan:
     trace = trace_script(
         args.script, args.arguments, device_kind=device.kind, batch=args.batch, world_size=options.world_size
     )
+    if args.calibrate and measures:
+        _measure(trace, device, args)
     plan = Plan.of(trace, device, options, batch=trace.samples or None, devices=args.devices)
     return plan.calibrated() if args.calibrate else plan
 
 
+def _measure(trace: StepTrace, device: Device, args: argparse.Namespace) -> None:
+    """Measures the script's iterations, and keeps by how much they differ from the plan; else notes why not."""
+    from ..host_memory import host_memory
+    from ..plan.options import Options
+    from ..plan.result import Plan
+    from ..plan.script import ScriptError, forked, measure_script
+    from ..plan.tracer import PlanError
+
+    def plan() -> Plan:
+        return Plan.of(trace, device, Options())
+
+    try:
+        # In forks, before this process computes: a fork cannot use threads that its parent has started.
+        needed = forked(args.script, lambda _: plan().memory.total)
+        if needed > host_memory().usable:
+            raise PlanError("it needs more memory than is free")
+        step_s = measure_script(args.script, args.arguments, period=trace.optimizer_steps, batch=args.batch)
+    except (PlanError, ScriptError) as error:
+        trace.notes.append(f"the calibration leaves out loaders and Python, because no iteration was measured: {error}")
+    else:
+        plan().calibrated().refine(step_s)
+
+
 def needed_bytes(args: argparse.Namespace) -> int:
     """Returns the bytes that a rank needs, of the plan that the arguments ask for."""
-    return _plan(args).memory.total
+    return _plan(args, measures=False).memory.total
 
 
 def _largest_batch(plan: Plan, args: argparse.Namespace) -> str:

@@ -11,7 +11,7 @@ from .result import Plan
 
 @dataclass(frozen=True)
 class Difference:
-    """A predicted figure beside the measured one. `error` is (predicted - measured) / measured."""
+    """A predicted figure and the measured one. `error` is (predicted - measured) / measured."""
 
     what: str
     unit: str
@@ -56,7 +56,7 @@ def compare(plan: Plan, path: str | os.PathLike[str]) -> list[Difference]:
     ):
         measured = count * summary.phase_s[phase] / summary.num_steps
         if measured and seconds:
-            found.append(Difference(phase, "ms", 1e3 * plan.time.correction * seconds, 1e3 * measured))
+            found.append(Difference(phase, "ms", 1e3 * seconds, 1e3 * measured))
     if plan.time.samples and summary.samples:
         predicted = plan.time.samples_per_s / plan.options.world_size
         found.append(Difference("samples per second and rank", "1/s", predicted, summary.samples_per_s))

@@ -227,7 +227,7 @@ class _EventReplay:
 def buffers_of(gradient_bytes: int, options: Options) -> list[int]:
     """Returns the sizes of the buffers that DistributedDataParallel, accumulation or `step_in_backward` keep.
 
-    drivetrain's DistributedDataParallel has one flat buffer, which holds the gradients. torch's has buckets beside
+    drivetrain's DistributedDataParallel has one flat buffer, which holds the gradients. torch's has buckets besides
     gradients. Sharded gradients keep this rank's part, and two buckets for what is being reduced.
     """
     bucket = min(options.bucket_bytes, gradient_bytes)

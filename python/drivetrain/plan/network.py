@@ -35,13 +35,13 @@ class Cluster:
         link: The link between ranks of a host.
         network: The link between hosts, of one rank.
         algorithms: The algorithms among which the library chooses the fastest.
-        call_s: Seconds of a collective beside its hops, such as a launch.
+        call_s: Seconds of a collective in addition to its hops, such as a launch.
         cores: Ranks of a host that run at once; more of them take turns. 0: all do.
         switch_s: Seconds that a rank waits for its core at a hop where two ranks share it. With k ranks per core it
             waits sqrt(k - 1) times as long, which is an empirical law of measured rings and has no derivation. Ranks
             in shared memory wait k - 1 times as long, once: each of the others runs before the slowest has ended.
         in_background: True if the device goes on with backward while an all-reduce runs.
-        slice_s: Seconds that each of these others runs at most, beside the switch: its time slices in one all-reduce
+        slice_s: Seconds that each of these others runs at most, besides the switch: its time slices in one all-reduce
             through shared memory.
         slice_bytes: Bytes of an all-reduce from which on it uses these up. With fewer it runs for as much less.
     """

@@ -92,7 +92,7 @@ class Period:
         self._taken[number] += 1
 
     def pause(self) -> None:
-        """Notes that the iteration under way has ended, if it has stepped."""
+        """Notes that the current iteration has ended, if it has stepped."""
         if not self._is_closed:
             self._is_closed = True
             self._ends[-1] = self._here()
@@ -165,6 +165,7 @@ class Period:
         trace.num_steps = 2
         batches = sum((Counter(dict(step.batches)) for step in window), Counter[int]())
         trace.period = self._described(window, batches)
+        trace.optimizer_steps = length
         trace.recorded_steps = max(1, sum(1 for step in window if step.batches) if batches else length)
         if batches:
             number, count = batches.most_common(1)[0]

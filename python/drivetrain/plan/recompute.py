@@ -92,7 +92,7 @@ def recompute_within(trace: StepTrace, seconds: Sequence[float], budget: int) ->
         for block in trace.ops[op].writes:
             if trace.blocks[block].category == "activations":
                 number.setdefault(block, len(number))
-    formats: list[tuple[int, float]] = []  # none beside the unchanged one
+    formats: list[tuple[int, float]] = []  # none besides the unchanged one
     values = [(trace.blocks[block].num_bytes, True, True, -1, formats) for block in number]
     ops: list[tuple[float, list[int], list[int]]] = [(0.0, [], [])]
     made: set[int] = set()

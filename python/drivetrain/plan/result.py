@@ -338,6 +338,7 @@ class Plan:
             ("backward", f"{1e3 * time.backward_s:.2f} ms"),
             ("optimizer", f"{1e3 * time.optimizer_s:.2f} ms"),
             ("communication", f"{1e3 * time.communication_s:.2f} ms, {1e3 * time.exposed_s:.2f} ms exposed"),
+            *([("rest, as measured", f"{1e3 * time.rest_s:.2f} ms")] if time.rest_s else []),
             ("step", f"{1e3 * time.step_s:.2f} ms"),
             ("model FLOPs utilization", f"{time.mfu:.1%}"),
         ]

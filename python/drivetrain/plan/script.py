@@ -1,22 +1,31 @@
-"""Plans an unedited training script: runs it with tensors that have no values, until its loop has repeated itself."""
+"""Plans an unedited training script: runs it with tensors that have no values, until its loop has repeated itself.
+
+`measure_script` runs it with values, to measure its iterations on this machine.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import pickle
+import select
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
+import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from ..main_script import load_script
 from . import machines, writers
@@ -27,6 +36,8 @@ from .shadow import Shadow
 from .trace import StepTrace
 from .tracer import PlanError, Tracer
 
+_WARM_UP = 3  # iterations of a measured script that do not count
+_MEASURED, _MEASURED_S = 64, 5.0  # iterations and seconds after which the others suffice
 _MOST_CHANGES = 20  # lines about what the script would have done
 
 
@@ -55,6 +66,37 @@ def trace_script(
         ScriptError: The script cannot be compiled, or raises an error of its own.
         OSError: The script cannot be read.
     """
+    result = forked(path, lambda folder: _traced(path, arguments, folder, device_kind, batch, world_size))
+    assert isinstance(result, StepTrace)
+    return result
+
+
+def measure_script(
+    path: str, arguments: Sequence[str] = (), *, period: int, batch: int | None = None, seconds: float = 30.0
+) -> float:
+    """Returns the median seconds of a script's iteration, which includes its loaders and all that Python does.
+
+    The script runs as for `trace_script`, but on the CPU's real values and with its own workers, and prints nothing.
+
+    Args:
+        path: The script.
+        arguments: Its arguments.
+        period: Calls of optimizers' `step` in an iteration.
+        batch: The batch size of every DataLoader; None keeps the script's.
+        seconds: The time after which the script is ended.
+
+    Raises:
+        PlanError: The script has made fewer than 4 iterations when it ends or the time is up, or ends its process.
+        ScriptError: The script raises an error of its own.
+        OSError: The script cannot be read.
+    """
+    result = forked(path, lambda folder: _measured(path, arguments, folder, period, batch, seconds), 2 * seconds)
+    assert isinstance(result, float)
+    return result
+
+
+def forked(path: str, work: Callable[[str], object], limit_s: float | None = None) -> object:
+    """Calls a function in a fork of this process, with a temporary folder, and returns or raises what it does."""
     folder = tempfile.mkdtemp(prefix="drivetrain-plan-")
     receiver, sender = os.pipe()
     sys.stdout.flush()
@@ -62,9 +104,12 @@ def trace_script(
     child = os.fork()
     if child == 0:
         os.close(receiver)
-        _run_as_child(sender, folder, lambda: _traced(path, arguments, folder, device_kind, batch, world_size))
+        os.register_at_fork(after_in_child=lambda: os.close(sender))  # workers must not keep it open
+        _run_as_child(sender, lambda: work(folder))
     os.close(sender)
     try:
+        if limit_s is not None and not select.select([receiver], [], [], limit_s)[0]:
+            os.kill(child, signal.SIGKILL)
         with os.fdopen(receiver, "rb") as file:
             sent = file.read()
     except BaseException:
@@ -81,17 +126,16 @@ def trace_script(
         result = pickle.loads(sent)
     if isinstance(result, BaseException):
         raise result
-    assert isinstance(result, StepTrace)
     return result
 
 
-def _run_as_child(sender: int, folder: str, traced: Any) -> None:
-    """Sends the trace or the error to the parent and ends this process, without what the script left for its end."""
+def _run_as_child(sender: int, work: Callable[[], object]) -> None:
+    """Sends the result or the error to the parent and ends this process, without what the script left for its end."""
     code = 1
     try:
-        result: StepTrace | BaseException
+        result: object
         try:
-            result = traced()
+            result = work()
         except (PlanError, ScriptError, OSError) as error:
             result = error.with_traceback(None)
             result.__cause__ = result.__context__ = None
@@ -130,13 +174,7 @@ def _traced(
     period = Period(tracer.trace)
     size = machines.BatchSize(batch)
     exit_code = None
-    try:
-        main, code = load_script(path)
-    except SyntaxError as error:
-        _print_traceback(error, path)
-        raise ScriptError(f"{path} cannot be compiled") from None
-    sys.modules["__main__"] = main
-    sys.argv = [path, *arguments]
+    main, code = _loaded(path, arguments)
     tracer.begin_step()
     shadow = Shadow(folder)
     try:
@@ -178,6 +216,62 @@ def _traced(
             f"--batch {batch} changes nothing: the script has made no DataLoader that takes a batch size"
         )
     return trace
+
+
+def _loaded(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
+    """Makes a script this process's main module, and returns it and its code."""
+    try:
+        main, code = load_script(path)
+    except SyntaxError as error:
+        _print_traceback(error, path)
+        raise ScriptError(f"{path} cannot be compiled") from None
+    sys.modules["__main__"] = main
+    sys.argv = [path, *arguments]
+    return main, code
+
+
+def _measured(
+    path: str, arguments: Sequence[str], folder: str, period: int, batch: int | None, seconds: float
+) -> float:
+    main, code = _loaded(path, arguments)
+    ends: list[float] = []  # of the optimizers' steps
+
+    def stepped(*_: object) -> None:
+        ends.append(time.perf_counter())
+        if len(ends) >= period * _MEASURED and ends[-1] - ends[0] >= _MEASURED_S:
+            raise Enough
+
+    def end(*_: object) -> None:
+        raise Enough
+
+    plain = DataLoader.__init__
+    DataLoader.__init__ = taking_batch(plain, batch, lambda: None)  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(stepped)
+    multiprocessing.util.get_temp_dir = lambda: folder  # type: ignore[attr-defined]  # for sockets of loaders' workers
+    shadow = Shadow(folder)
+    with Path(os.devnull).open("w") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with shadow, writers.stand_ins(shadow, {}):
+            exec(code, main.__dict__)
+    except (Enough, SystemExit):
+        pass
+    except Exception as error:
+        raise ScriptError(f"{path} raised {type(error).__name__} on real values: {error}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+    whole = ends[_WARM_UP * period :]  # which begin with the end of an iteration
+    times = [end - begin for begin, end in zip(whole, whole[period:], strict=False)]
+    if not times:
+        raise PlanError(
+            f"{path} has made {len(ends)} optimizer steps in {seconds:g} s, too few to measure an iteration"
+        )
+    return statistics.median(times)
 
 
 def _print_traceback(error: BaseException, script: str) -> None:

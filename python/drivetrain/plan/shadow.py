@@ -235,6 +235,8 @@ class Shadow:
         return init
 
     def _connect(self, _: object, address: object, *__: object) -> None:
+        if _is_path(address) and self.overlay.is_inside(_text(address)):
+            return  # between the script's own processes
         self.servers.append(_address(address))
         raise ConnectionRefusedError(
             f"{self._whose} reaches no server, and this one connects to {_address(address)}: connections are refused"

@@ -43,8 +43,16 @@ class TimePlan:
 
     @property
     def step_s(self) -> float:
-        computed = self.forward_s + self.backward_s + self.optimizer_s
-        return self.correction * (computed + self.exposed_s)
+        return self.correction * self._predicted_s
+
+    @property
+    def rest_s(self) -> float:
+        """Time that measured steps take besides the phases, such as loaders; below 0 if they take less."""
+        return (self.correction - 1) * self._predicted_s
+
+    @property
+    def _predicted_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s + self.exposed_s
 
     @property
     def samples_per_s(self) -> float:

@@ -120,6 +120,7 @@ class StepTrace:
         optimizers: Names of the optimizers' classes that stepped.
         notes: Descriptions of the operations that the trace leaves out.
         period: Contents of an iteration of a script's loop, such as "1 batch, 1 step of SGD"; "": no script.
+        optimizer_steps: The calls of optimizers' `step` in such an iteration.
         recorded_steps: The steps that `drivetrain.Monitor` counts in such an iteration.
         changes: Files, programs and servers that the script would have changed, started or reached.
         samples: Samples that the last step took from a script's DataLoader; 0: not known.
@@ -136,6 +137,7 @@ class StepTrace:
     optimizers: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     period: str = ""
+    optimizer_steps: int = 1
     recorded_steps: int = 1
     changes: list[str] = field(default_factory=list)
     samples: int = 0

@@ -245,12 +245,12 @@ def measure(kernel: Kernel) -> Measured:
     check("widths of stores", stores >= expected, widths(stores), widths(expected))
     total = under_way * threads
     least = min(LEAST_BYTES_UNDER_WAY, MOST_THREADS * elements * sum(kernel.arrays(False)))
-    check("bytes under way on a multiprocessor", total >= least, total, f"at least {least}")
+    check("bytes in progress on a multiprocessor", total >= least, total, f"at least {least}")
     return Measured(kernel, under_way, threads, len(way) / elements, findings)
 
 
 def table(all_measured: Iterable[Measured]) -> str:
-    lines = [f"{'kernel':46} registers  bytes/lane  threads/SM  KiB under way  instructions/element: before, now"]
+    lines = [f"{'kernel':46} registers  bytes/lane  threads/SM  KiB in progress  instructions/element: before, now"]
     for measured in all_measured:
         kernel = measured.kernel
         before = BEFORE.get(f"{kernel.rule} {kernel.layout}")

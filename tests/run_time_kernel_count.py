@@ -1,6 +1,6 @@
 """Counts instructions per element of the kernels that chose formats at run time, before their rewrite.
 
-The table of the specialized kernels (tests/kernel_gates.py) has these figures beside its own. Pass an object file or a
+The table of the specialized kernels (tests/kernel_gates.py) has these figures next to its own. Pass an object file or a
 module that has the loop_cuda of commit 62af386 or before:
 
     nvcc -std=c++20 -O3 -arch=sm_90 -fmad=false -Icsrc -c csrc/optim/step_cuda.cu -o step.o

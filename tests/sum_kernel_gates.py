@@ -1,4 +1,4 @@
-"""Limits on the machine code of the CUDA kernels beside the element-wise step: sums, accumulation, packing.
+"""Limits on the machine code of the CUDA kernels other than the element-wise step: sums, accumulation, packing.
 
 tests/kernel_gates.py has those of the step's kernels; `make check-kernels` holds the built module to both. Bytes per
 lane count the loads that one basic block issues before the first of their values is used.
@@ -16,7 +16,7 @@ class Limits(NamedTuple):
 
     pattern: str
     most_registers: int
-    least_bytes: int  # of loads a lane has under way
+    least_bytes: int  # of loads a lane has in progress
     most_barriers: int = 0
     local: int = 0  # bytes of stack and local memory
 
@@ -70,7 +70,7 @@ def violations(code: Code, limits: Limits) -> list[str]:
     if barriers > limits.most_barriers:
         found.append(f"block barriers: {barriers}, limit: {limits.most_barriers}")
     if under_way < limits.least_bytes:
-        found.append(f"bytes under way per lane: {under_way}, limit: at least {limits.least_bytes}")
+        found.append(f"bytes in progress per lane: {under_way}, limit: at least {limits.least_bytes}")
     return found
 
 

@@ -129,7 +129,7 @@ def imports_at_run_time(node: ast.AST) -> Iterator[ast.ImportFrom]:
 def imported_folders(root: Path, files: list[Path]) -> dict[str, set[str]]:
     """Returns, for each folder of the package, its other folders that it imports. Subfolders count as their folder.
 
-    The modules beside the folders do not count: some of them are below all folders, and some above.
+    The modules next to the folders do not count: some of them are below all folders, and some above.
     """
     graph: dict[str, set[str]] = {}
     for file in files:

@@ -15,8 +15,8 @@ void refuse_cuda() {
 
 CudaVersions cuda_versions() { return {}; }
 bool is_capturing(void*) { refuse_cuda(); }
-BesideCaptures::BesideCaptures() noexcept : mode_before_(0) {}
-BesideCaptures::~BesideCaptures() = default;
+OutsideCaptures::OutsideCaptures() noexcept : mode_before_(0) {}
+OutsideCaptures::~OutsideCaptures() = default;
 void write_cuda(void*, const void*, size_t, void*) { refuse_cuda(); }
 
 }  // namespace drivetrain

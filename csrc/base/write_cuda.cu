@@ -35,8 +35,8 @@ bool is_capturing(void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-BesideCaptures::BesideCaptures() noexcept : mode_before_(exchange_capture_mode(cudaStreamCaptureModeRelaxed)) {}
-BesideCaptures::~BesideCaptures() { exchange_capture_mode(mode_before_); }
+OutsideCaptures::OutsideCaptures() noexcept : mode_before_(exchange_capture_mode(cudaStreamCaptureModeRelaxed)) {}
+OutsideCaptures::~OutsideCaptures() { exchange_capture_mode(mode_before_); }
 
 void write_cuda(void* to, const void* from, size_t bytes, void* stream) {
   for (size_t begin = 0; begin < bytes; begin += sizeof(LaunchBytes)) {

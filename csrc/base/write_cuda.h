@@ -1,4 +1,4 @@
-// Declares calls beside the capture of a CUDA graph, and copies of the host's bytes into a graph. Needs no torch
+// Declares calls outside of the capture of a CUDA graph, and copies of the host's bytes into a graph. Needs no torch
 // header.
 #pragma once
 
@@ -11,12 +11,12 @@ bool is_capturing(void* stream);
 
 // Lets the calling thread query events for as long as this object lives. Otherwise such a query would end, with an
 // error, the capture that any thread makes under torch.cuda.graph's default mode.
-class BesideCaptures {
+class OutsideCaptures {
  public:
-  BesideCaptures() noexcept;
-  ~BesideCaptures();
-  BesideCaptures(const BesideCaptures&) = delete;
-  BesideCaptures& operator=(const BesideCaptures&) = delete;
+  OutsideCaptures() noexcept;
+  ~OutsideCaptures();
+  OutsideCaptures(const OutsideCaptures&) = delete;
+  OutsideCaptures& operator=(const OutsideCaptures&) = delete;
 
  private:
   int mode_before_;  // a cudaStreamCaptureMode

@@ -52,7 +52,7 @@ class Snapshot {
   // Returns true once the file's contents are durable, and false if that takes longer. Throws FileError.
   bool wait_written(double timeout_s) const;
 
-  // Stops a write that is under way, and gives the memory back as soon as no thread uses it.
+  // Stops a write that is in progress, and gives the memory back as soon as no thread uses it.
   void abandon();
 
   // Returns false if the memory is not given back in time.

@@ -30,8 +30,8 @@ struct PlanReport {
 // Buckets are rebuilt once, after the first synchronized step, in the order in which rank 0's gradients came. With
 // plan_from_measurement they are rebuilt once more, after three further steps, in the sizes that leave the least
 // communication exposed. A rebuild happens when a synchronized backward's first gradient comes: all ranks take part
-// there, and `.grad` is usually still empty. If a script refers to a view of the buffer beside `.grad` on any rank, all
-// ranks leave everything where it is.
+// there, and `.grad` is usually still empty. If a script refers to a view of the buffer besides `.grad` on any rank,
+// all ranks leave everything where it is.
 //
 // On a device the second rebuild takes five more steps, so that the host need not wait for the device:
 //   1. In three steps marks on the device's streams tell when gradients come.
@@ -136,7 +136,7 @@ class BucketPlanner {
   std::vector<double> ready_;  // [kMeasuredSteps][parameters], seconds from the first gradient
   DeviceStage stage_ = DeviceStage::kProbe;
   std::optional<DeviceTimes> device_times_;  // while a device is measured
-  bool marks_step_ = false;                  // the step under way is measured on the device
+  bool marks_step_ = false;                  // the current step is measured on the device
   bool has_captured_ = false;                // a step that was to be measured is part of a CUDA graph
   std::unique_ptr<LateValue> shared_times_;  // of all ranks
   PlanReport report_;

@@ -101,7 +101,7 @@ void BucketQueue::reduce(size_t index) {
   State& state = states_[index];
   RECORD_FUNCTION("drivetrain::all_reduce", (std::vector<c10::IValue>{bucket.flat, static_cast<int64_t>(index)}));
   ++parts_.times.buckets_reduced;
-  // A hook may wait in here, and so may a transport that has too many buckets under way.
+  // A hook may wait in here, and so may a transport that has too many buckets in progress.
   const Progress::Wait wait(*parts_.collectives.progress(), bucket.label, Progress::after_bucket(index));
   const Stopwatch stopwatch(parts_.times.exposed);
   if (hook_) {

@@ -93,7 +93,7 @@ class BucketQueue {
   // label and position name the wait in reports.
   void wait_for(size_t bucket, PendingReduce& reduce);
   std::unique_ptr<PendingReduce> take_pending(size_t bucket) { return std::move(states_[bucket].reduce); }
-  // Waits for the collectives under way in a step that is given up. Another failure then says nothing new.
+  // Waits for the collectives in progress in a step that is given up. Another failure then says nothing new.
   void drain() const;
   // Returns the position of a rank that has started all buckets.
   int64_t last_position() const { return Progress::after_bucket(states_.size() - 1); }

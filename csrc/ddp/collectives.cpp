@@ -153,7 +153,7 @@ std::unique_ptr<LateValue> Collectives::gather_late(const std::vector<double>& v
 }
 
 std::vector<at::Tensor> Collectives::read(const LateValue& gathered, const std::string& what) const {
-  const BesideCaptures beside_captures;  // another thread may capture
+  const OutsideCaptures outside_captures;  // another thread may capture
   if (!gathered.has_come()) {
     const Progress::Wait wait(*progress_, std::make_shared<const std::string>(what), Progress::kGradients);
     gathered.wait();

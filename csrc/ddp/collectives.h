@@ -42,7 +42,7 @@ class Collectives {
   const std::shared_ptr<Progress>& progress() const { return progress_; }
   int64_t steps() const { return steps_; }  // finished
   void count_step() { ++steps_; }
-  // Publishes where this rank is in the step under way, as a position of Progress.
+  // Publishes where this rank is in the current step, as a position of Progress.
   void move_to(int64_t position) { progress_->move_to(steps_ + 1, position); }
 
   // Says which collectives of the step come next, so that hosts agree on them while gradients come. Need not be kept.
@@ -61,7 +61,7 @@ class Collectives {
   // ranges: the part of the result that each rank needs; null: everything.
   std::unique_ptr<PendingReduce> start_bucket(const at::Tensor& flat, size_t index, bool as_sum, Purpose purpose,
                                               const std::shared_ptr<const RankRanges>& ranges);
-  // Starts a sum beside the buckets. what: the collective's name in errors, which end the step.
+  // Starts a sum besides the buckets. what: the collective's name in errors, which end the step.
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat, Purpose purpose, const std::string& what);
   // Waits for a collective of the step. what: the collective's name in reports; position: the place in the step where
   // ranks started it.
@@ -102,7 +102,7 @@ class Collectives {
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   Recovery recovery_;
   std::function<std::string()> ended_ranks_;
-  std::string change_;  // the warning of compare_change() in the step under way
+  std::string change_;  // the warning of compare_change() in the current step
   int64_t steps_ = 0;
 };
 

@@ -25,14 +25,14 @@ void DeviceTimes::set(size_t mark) {
 
 // Asks for the last marks first: where one is missing, it is usually among them.
 bool DeviceTimes::have_come() const {
-  const BesideCaptures beside_captures;
+  const OutsideCaptures outside_captures;
   return std::all_of(events_.rbegin(), events_.rend(), [](const auto& event) { return !event || event->query(); });
 }
 
 // A gradient may come on a stream of its own before the mark of the first one.
 double DeviceTimes::seconds(size_t from, size_t to) const {
   if (!events_[from] || !events_[to]) return 0;
-  const BesideCaptures beside_captures;
+  const OutsideCaptures outside_captures;
   return std::max(0.0, 1e-3 * events_[from]->elapsedTime(*events_[to]));
 }
 

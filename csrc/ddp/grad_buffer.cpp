@@ -71,7 +71,7 @@ void GradBuffer::build(const std::vector<BucketPlan>& plans, Comm& comm) {
   buckets_.clear();
   bytes_ = 0;
   for (auto& [device, size] : bytes) {
-    // One bucket is filled while another is reduced. Small ones that start together have room beside each other.
+    // One bucket is filled while another is reduced. Small ones that start together have room next to each other.
     if (settings.reuses_memory) size = std::min(size, 2 * (largest[device] + kSmallBucket));
     bytes_ += size;
   }

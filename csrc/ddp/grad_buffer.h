@@ -62,7 +62,7 @@ class GradBuffer {
     bool reuses_memory = false;  // later buckets reuse the memory of earlier ones, for steps in backward; layout
     // A communication hook reads the buckets, in torch's layout, so that the transport does not touch them; layout.
     bool is_hooked = false;
-    // Tells if Python refers to any of these tensors beside `.grad`.
+    // Tells if Python refers to any of these tensors besides `.grad`.
     std::function<bool(const std::vector<at::Tensor>&)> are_held;
     // By parameter, the elements of its gradient that each rank keeps of the reduced one, in place of bytes; empty: all
     // ranks keep everything. Layout.

@@ -16,7 +16,7 @@ class ParameterClaims {
   ParameterClaims(const ParameterClaims&) = delete;
   ParameterClaims& operator=(const ParameterClaims&) = delete;
 
-  // Claims the parameter for the backward under way. Returns false if another reducer reduces it in this backward.
+  // Claims the parameter for the current backward. Returns false if another reducer reduces it in this backward.
   // Throws if another reducer has claimed it in a backward that has not ended.
   bool claim(const Parameter& param) const;
   void release();

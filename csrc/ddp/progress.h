@@ -38,7 +38,7 @@ class Progress {
   static constexpr int64_t after_bucket(size_t index) { return kGradients + static_cast<int64_t>(index) + 1; }
 
   struct Snapshot {
-    int64_t step = 1;  // the synchronized step under way, or the next
+    int64_t step = 1;  // the current synchronized step, or the next
     int64_t position = kIdle;
     std::string awaited;    // a collective; "": none
     int64_t needed = 0;     // the position in this step at which a rank has started the awaited collective
@@ -75,7 +75,7 @@ class Progress {
   };
   std::optional<DeviceLag> device_lag();  // empty if the device has reached the last mark, or no mark is set
 
-  // Declares that the step under way cannot end. The next step raises this message when it begins.
+  // Declares that the current step cannot end. The next step raises this message when it begins.
   void give_up(std::string why);
   std::string why_given_up() const;
 

@@ -282,7 +282,7 @@ void Reducer::delay_all_reduce() {
 
 // ---- 3. Buckets start.
 
-// Returns true if this call started the last bucket, and with it what the step sums beside the buckets.
+// Returns true if this call started the last bucket, and with it what the step sums besides the buckets.
 bool Reducer::start_full_buckets() {
   if (!parts_.queue.start_full()) return false;
   parts_.now.backward_end = clock_ns();

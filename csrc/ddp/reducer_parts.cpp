@@ -326,7 +326,7 @@ void ReducerParts::mark_end() {
   if (!device_end) device_end = std::make_shared<c10::Event>(stream->device_type());
   const auto has_ended = [end = device_end] {
     try {
-      const BesideCaptures beside_captures;  // the watchdog's thread asks, and the training's may capture
+      const OutsideCaptures outside_captures;  // the watchdog's thread asks, and the training's may capture
       return end->query();
     } catch (const c10::Error&) {
       // The step was captured into a CUDA graph, whose replays do not pass here. Or the device has failed, which the

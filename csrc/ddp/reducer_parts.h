@@ -1,4 +1,4 @@
-// Declares the parts of a reducer, and the state of the step under way that they share.
+// Declares the parts of a reducer, and the state of the current step that they share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,7 +43,7 @@ struct ReducerOptions {
   bool gradients_stay_views = false;   // tensors kept over a `.grad` show the parameter's next gradient, too
 };
 
-// The state of the synchronized step under way.
+// The state of the current synchronized step.
 enum class StepPhase {
   kIdle,      // no step: hooks only move gradients into the buffer
   kPrepared,  // a forward asked for synchronization, no gradient has come
@@ -76,7 +76,7 @@ struct ReducerParts {
   ReplicaCheck replicas;
   GradientCheck check;
   UnevenInputs uneven;
-  StepTimes now, last;  // of the step under way, and of the last finished one
+  StepTimes now, last;  // of the current step, and of the last finished one
   BucketQueue queue;
   BucketPlanner planner;
   ParameterClaims claims;
@@ -86,7 +86,7 @@ struct ReducerParts {
   StepPhase phase = StepPhase::kIdle;
   NamedTensors frozen;  // the module's other parameters, as long as they require no gradient
   AnnouncedBackward announced;
-  BackwardKind kind = BackwardKind::kPrepared;  // of the step under way
+  BackwardKind kind = BackwardKind::kPrepared;  // of the current step
   int forwards = 0;                             // prepared since the last synchronized backward
   bool norm_is_due = false;                     // the transport computes sums of squares
   bool has_begun = false;                       // a synchronized forward or backward has begun
@@ -116,7 +116,7 @@ struct ReducerParts {
   void reset();
   // Also forgets what was given for this step alone, such as its weight.
   void forget_step();
-  // Waits for all collectives under way in a step that is given up.
+  // Waits for all collectives in progress in a step that is given up.
   void drain() const;
   // Waits for all collectives of the step.
   void wait_for_all();
@@ -138,7 +138,7 @@ struct ReducerParts {
   void check_finalized();
   // Calls connect(), if it is set, and rebuilds the buckets, if that is due.
   void rebuild_buckets();
-  // Throws if the watchdog has found that the step under way cannot end.
+  // Throws if the watchdog has found that the current step cannot end.
   void check_given_up();
   // Throws if a hook has taken the gradient that has just come (came). Notes a change of the parameter by a hook. Ranks
   // compare it before they reduce the gradient, as a constant factor is the same on all of them.
@@ -147,7 +147,7 @@ struct ReducerParts {
   // Returns the region where the parameter's next gradient will lie; undefined where autograd must bring it.
   at::Tensor free_region(size_t param);
   Scaling choose_scaling() const;
-  // Returns the purpose of the buckets of the step under way.
+  // Returns the purpose of the buckets of the current step.
   Purpose bucket_purpose() const;
   // Lets hosts agree on the collectives of the step that begins.
   void promise_collectives();
@@ -158,7 +158,7 @@ struct ReducerParts {
 };
 
 // Gives every bucket to a hook, in torch's layout. first_caps: torch's bytes per bucket before it rebuilds. Throws if
-// there is a hook already, or a backward is under way.
+// there is a hook already, or a backward is in progress.
 void set_hook(ReducerParts& parts, std::unique_ptr<c10d::CommHookInterface> hook, std::vector<int64_t> first_caps);
 
 }  // namespace drivetrain::ddp

@@ -14,7 +14,7 @@
 
 namespace drivetrain::ddp {
 
-// One parameter in the step under way.
+// One parameter in the current step.
 struct ParamStep {
   bool ready = false;         // its gradient has come, or is known to be none
   bool without_grad = false;  // this rank has none

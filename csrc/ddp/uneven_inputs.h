@@ -1,4 +1,4 @@
-// Declares how a rank takes part in the steps of others: after it has run out of inputs, or beside such a rank.
+// Declares how a rank takes part in the steps of others: after it has run out of inputs, or together with such a rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -31,7 +31,7 @@ class UsedParameters {
   void set_graph(Graph graph) { graph_ = graph; }
   // Returns true if the used parameters may change from step to step.
   bool may_change() const { return find_unused_ && graph_ == Graph::kDynamic; }
-  // Returns true if the step under way shares the map over ranks.
+  // Returns true if the current step shares the map over ranks.
   bool is_shared() const;
   // Returns true if every synchronized step so far used the same parameters.
   bool has_stayed_the_same() const { return has_stayed_the_same_; }
@@ -82,7 +82,7 @@ class UsedParameters {
   std::vector<bool> last_without_grad_;
   bool has_stayed_the_same_ = true;
   at::Tensor local_;   // int32 [parameters], on the CPU
-  at::Tensor global_;  // the sum over ranks; on the parameters' device while it is under way
+  at::Tensor global_;  // the sum over ranks; on the parameters' device while it is in progress
   std::unique_ptr<PendingReduce> reduce_;
 };
 

@@ -100,7 +100,7 @@ class WeightedMean {
   bool has_owner_ = false;
   Holds holds_ = false;  // this rank's word for total_
   Total total_;
-  bool is_weighted_ = false;      // the backward under way has a weight
+  bool is_weighted_ = false;      // the current backward has a weight
   int64_t begun_in_ = 0;          // finished steps at begin()
   std::optional<double> weight_;  // the sum of this rank's weights
   at::Tensor kept_weight_;        // float64 [1]; weights of gradients that only the device knows to be zeroed: then 0

@@ -254,10 +254,10 @@ at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& 
 at::Tensor load_param(const at::Tensor& param, const std::optional<at::Tensor>& extra) {
   if (!extra) return param.detach().to(at::kFloat);
   const Format format = param_format_with(param.scalar_type(), extra->scalar_type());
-  const at::Tensor halves = param.detach().contiguous(), beside = extra->detach().to(param.device()).contiguous();
+  const at::Tensor halves = param.detach().contiguous(), residual = extra->detach().to(param.device()).contiguous();
   const at::Tensor values = at::empty(halves.sizes(), halves.options().dtype(at::kFloat));
   Conversions one;
-  one.add({halves, format, beside}, {values, Format::kFloat32});
+  one.add({halves, format, residual}, {values, Format::kFloat32});
   one.run();
   return values;
 }

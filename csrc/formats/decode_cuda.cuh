@@ -102,11 +102,11 @@ struct Neighbors {
       load_narrow<kBytes>(from, end - first, words);
     }
     if constexpr (kHasByte) {
-      const char* const beside = static_cast<const char*>(array.extra) + first;
+      const char* const bytes = static_cast<const char*>(array.extra) + first;
       if constexpr (kIsWide) {
-        load_wide(beside, extra);
+        load_wide(bytes, extra);
       } else {
-        load_narrow<1>(beside, end - first, extra);
+        load_narrow<1>(bytes, end - first, extra);
       }
     }
   }
@@ -120,11 +120,11 @@ struct Neighbors {
       store_narrow<kBytes>(to, end - first, words);
     }
     if constexpr (kHasByte) {
-      char* const beside = static_cast<char*>(array.extra) + first;
+      char* const bytes = static_cast<char*>(array.extra) + first;
       if constexpr (kIsWide) {
-        store_wide(beside, extra);
+        store_wide(bytes, extra);
       } else {
-        store_narrow<1>(beside, end - first, extra);
+        store_narrow<1>(bytes, end - first, extra);
       }
     }
   }

@@ -45,7 +45,7 @@ class MainGrads : public std::enable_shared_from_this<MainGrads> {
   struct Parameter {
     at::Tensor tensor;
     at::Tensor main;
-    at::Tensor residual;                    // int8; undefined beside float32
+    at::Tensor residual;                    // int8; undefined for float32
     const c10::TensorImpl* seen = nullptr;  // the .grad that the residual belongs to
     uint32_t version = 0;                   // the version of that .grad
     std::shared_ptr<torch::autograd::Node> accumulator;

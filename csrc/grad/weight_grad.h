@@ -23,7 +23,7 @@ bool can_add(const WeightGrad& weight_grad, at::ScalarType grad_dtype, bool has_
 bool has_block_products();
 
 // Computes grad += left^T * right, or grad = left^T * right if `starts`. `grad` is contiguous and has the product's
-// shape and device. `residual` is undefined, or int8 with as many elements beside a bfloat16 grad.
+// shape and device. `residual` is undefined, or int8 with as many elements for a bfloat16 grad.
 void add(const WeightGrad& weight_grad, const at::Tensor& grad, const at::Tensor& residual, bool starts);
 
 }  // namespace drivetrain::grad

@@ -57,8 +57,8 @@ struct Batch {
   MuonPlan muon = {};       // Muon's memory during the step
 };
 
-// A step counter. On CUDA it is beside its parameter, and the step itself increments it. The host then need not wait to
-// learn whether the step was skipped. Otherwise it is on the CPU.
+// A step counter. On CUDA it is on its parameter's device, and the step itself increments it. The host then need not
+// wait to learn whether the step was skipped. Otherwise it is on the CPU.
 struct StepCounter {
   void* value;     // null if the rule has no counter
   bool is_double;  // else float

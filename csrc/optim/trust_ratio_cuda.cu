@@ -1,7 +1,7 @@
 // Sums norms for trust ratios on CUDA and adapts the rules; see trust_ratio.h. Includes no torch header.
 //
 // The sums' pass reads the step's inputs and writes 16 bytes per chunk of 4,096 elements. For LAMB in float32 it moves
-// 16 bytes per element and the step 28; for Adafactor 8 and 12, beside adafactor_cuda.cu. A warp takes a chunk row by
+// 16 bytes per element and the step 28; for Adafactor 8 and 12, as in adafactor_cuda.cu. A warp takes a chunk row by
 // row and issues a row's loads at once: 128 bytes per thread of LAMB in float32.
 #include "base/launch_cuda.h"
 #include "formats/summation_cuda.cuh"

@@ -1,4 +1,4 @@
-// Declares Offloaded, a tensor in host memory, which is copied there and back beside the device's work.
+// Declares Offloaded, a tensor in host memory, which is copied there and back during the device's work.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ class Offloaded {
 
   Offloaded(Offloaded&&) noexcept = default;
   Offloaded& operator=(Offloaded&&) = delete;
-  ~Offloaded();  // copies may be under way
+  ~Offloaded();  // copies may be in progress
 
   // Makes the current stream wait until the copy to the host has read the tensor. Its later work may write there.
   void await_copy_out() const;

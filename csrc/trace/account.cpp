@@ -25,7 +25,7 @@ std::optional<StepAccount> Accountant::take(const Record& record, int64_t at_ns,
     spend_until(at_ns);
     account_.phase_ns[index_of(Phase::kHost)] += gap_ns_;
     if (!open_.empty() || num_refused != num_refused_) account_.is_complete = false;
-    // Recomputation runs inside of the backward pass and is tallied beside the records.
+    // Recomputation runs inside of the backward pass and is tallied apart from the records.
     int64_t& backward = account_.phase_ns[index_of(Phase::kBackward)];
     const int64_t recomputed = std::min(record.tallied_ns, backward);
     backward -= recomputed;

@@ -34,7 +34,7 @@ class EventClock final : public DeviceClock {
 
   std::optional<int64_t> elapsed_ns(size_t slot) noexcept override {
     try {
-      const BesideCaptures beside_captures;
+      const OutsideCaptures outside_captures;
       std::optional<c10::Event>& event = events_[slot];
       if (!event->query()) return std::nullopt;
       const double elapsed_ms = last_ ? last_->elapsedTime(*event) : 0.0;

@@ -26,7 +26,7 @@ MOMENTS = ["start-up", "evaluation", "within a window", "during a save", "any"]
 
 
 class Step:
-    """Passed as `on_step`, makes steps long enough for signals to arrive between them, and tells of saves under way."""
+    """Passed as `on_step`, makes steps long enough for signals to arrive between them, and tells of active saves."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,7 +64,7 @@ def signal_round(folder: Path, seed: int) -> list[str]:
             wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= lines, f"line {lines} of the log")
             if moment == "during a save":
                 (folder / "saving").unlink(missing_ok=True)
-                wait_until(lambda: (folder / "saving").exists(), "save under way")
+                wait_until(lambda: (folder / "saving").exists(), "save in progress")
         except AssertionError as error:
             return [f"{name}: {error}\n{errors_of(folder)}"]
         time.sleep(rng.random() * 0.02)

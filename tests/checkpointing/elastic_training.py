@@ -58,7 +58,7 @@ def main() -> None:
                 loss.backward()
                 if kills.get((restart, ckpt.steps + 1)) == rank:
                     while not plan["memory"] and not complete_checkpoints(Path(plan["directory"])):
-                        time.sleep(0.05)  # on a slow disk the first save may still be under way
+                        time.sleep(0.05)  # on a slow disk the first save may still be in progress
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
                 optimizer.zero_grad()

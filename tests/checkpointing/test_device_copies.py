@@ -1,4 +1,4 @@
-"""Tests saves of tensors on an accelerator, whose copies run beside the training."""
+"""Tests saves of tensors on an accelerator, whose copies run during the training."""
 
 from __future__ import annotations
 

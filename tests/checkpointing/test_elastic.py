@@ -140,7 +140,7 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path, victim: int, in_memory: 
     begins = {line["restart"]: line["begin"] for line in lines if "begin" in line}
     assert begins[0] == 0
     if in_memory:
-        assert begins[1] in (6, 7), agents.output()  # step 8 was under way: at most one complete step is lost
+        assert begins[1] in (6, 7), agents.output()  # step 8 was in progress: at most one complete step is lost
         assert all(str(tmp_path / "memory") in line["source"] for line in lines if "begin" in line and line["restart"])
         assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
     else:

@@ -1,4 +1,4 @@
-"""Tests the tiers beside the local directory: shared memory, and uploads to remote file systems that fail."""
+"""Tests the tiers besides the local directory: shared memory, and uploads to remote file systems that fail."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_memory_outlives_the_process(tmp_path: Path) -> None:
     assert run_ram(tmp_path, 4, "kill") == (-signal.SIGKILL, 0)
     code, begin = run_ram(tmp_path, 2, "raise")
     assert code == 1
-    assert begin >= 3  # the save of step 4 may have been under way
+    assert begin >= 3  # the save of step 4 may have been in progress
     code, again = run_ram(tmp_path, 1, "end")
     assert (code, again) == (0, begin + 2)  # an exception lets the last save end
     assert complete_checkpoints(tmp_path / "runs")[-1].step == again + 1

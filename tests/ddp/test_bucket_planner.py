@@ -87,7 +87,7 @@ def seconds_of(costs: Points, num_bytes: int) -> float:
 
 
 def end_of(buckets: list[list[int]], ready: list[float], num_bytes: list[int], costs: Points, overlaps: bool) -> float:
-    """Returns when the last all-reduce ends, if they run one at a time, beside backward or instead of it."""
+    """Returns when the last all-reduce ends, if they run one at a time, during backward or instead of it."""
     end = stood_still = latest = 0.0
     for bucket in buckets:
         latest = max([latest, *(ready[param] for param in bucket)])

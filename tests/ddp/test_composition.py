@@ -1,4 +1,4 @@
-"""Checks DistributedDataParallel beside other kinds of parallelism, on 2 x 2 ranks, against one process.
+"""Checks DistributedDataParallel with other kinds of parallelism, on 2 x 2 ranks, against one process.
 
 test_ddp_contract.py compares tensor parallelism inside a wrapper with torch's class.
 """

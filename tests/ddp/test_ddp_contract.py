@@ -375,7 +375,7 @@ def held_gradients() -> None:
 def delayed_parameters(hooked: str, *delayed: str) -> None:
     """Reduces some or all parameters past the reducer, once the gradient of one has come."""
     net = linear_chain()
-    net[2].bias.requires_grad_(False)  # torch's constructor wants one parameter beside the delayed ones
+    net[2].bias.requires_grad_(False)  # torch's constructor wants one parameter besides the delayed ones
     named = dict(net.named_parameters())
     options = {"delay_all_reduce_named_params": [(n, named[n]) for n in delayed]}
     model = DDP(net, **SMALL_BUCKETS, **options, param_to_hook_all_reduce=named[hooked])

@@ -152,7 +152,7 @@ def test_life_of_a_model(on_ranks: OnRanks, fakes: Path) -> None:
         kind, size = calls[1].split()
         assert kind == "MemAlloc"
         assert calls[2] == f"WindowRegister {size}"
-        # All buckets are small, so that every step has one group, beside the exchanges between ranks.
+        # All buckets are small, so that every step has one group, besides the exchanges between ranks.
         groups = [line for line in calls if line.startswith("Group: float sum")]
         assert len(groups) == 3
         assert all(group.count("sum") > 2 for group in groups)

@@ -36,7 +36,7 @@ LATE_S = 0.05
 
 @pytest.fixture(autouse=True)
 def _small_buckets(on_ranks: OnRanks, on_four_ranks: OnRanks, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ranks gather a bucket per parameter or two, so that a use of one leaves others under way."""
+    """Ranks gather a bucket per parameter or two, so that a use of one leaves others in progress."""
     calls = [on_ranks, on_four_ranks] if "on_four_ranks" in request.function.__code__.co_varnames else [on_ranks]
     for call in calls:
         call(divide_into, 1024)
@@ -70,7 +70,7 @@ def test_steps_have_the_bits_of_the_unsharded_wrapper(on_ranks: OnRanks, on_four
 
 
 def watch_forwards() -> list[list[int]]:
-    """Returns how many gathers were under way when each layer began, and after the forward."""
+    """Returns how many gathers were in progress when each layer began, and after the forward."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     net = DistributedDataParallel(model, shard="optimizer", overlap_gather=True)

@@ -140,7 +140,7 @@ def test_a_step_given_up_under_a_hook(on_ranks: OnRanks, transport: str) -> None
     check_messages(messages, "bucket 2 for a communication hook in synchronized step 4")
 
 
-# ---- A rank leaves out a collective beside the buckets.
+# ---- A rank leaves out a collective besides the buckets.
 
 
 def sparse() -> tuple[nn.Module, Tensor]:
@@ -362,10 +362,10 @@ def test_weighted_backwards_again(
 def two_models_and_two_groups(transport: str) -> None:
     """Steps two models in turns, one of them over a group of its own, in another order on each rank."""
     with over(transport):
-        beside = dist.new_group(list(range(dist.get_world_size())))
+        second = dist.new_group(list(range(dist.get_world_size())))
         torch.manual_seed(0)
         nets = [linear_chain() for _ in range(3)]
-        groups = [None, None, beside]
+        groups = [None, None, second]
         models = [pair(net, process_group=group, **SMALL_BUCKETS) for net, group in zip(nets, groups, strict=True)]
         for number in range(6):
             x = inputs()

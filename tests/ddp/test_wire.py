@@ -238,7 +238,7 @@ def test_uneven_inputs(on_some_ranks: OnRanks) -> None:
 
 
 def two_models_dawdling() -> None:
-    """Has buckets of two wrappers under way at once: one transport carries both, in one order on all ranks."""
+    """Has buckets of two wrappers in progress at once: one transport carries both, in one order on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     models = [DDP(Products(1, 65, 70_000, 1000, 40_000), **WIRE, **SMALL_BUCKETS) for _ in range(2)]
     weights = [w for model in models for w in model.module.weights]

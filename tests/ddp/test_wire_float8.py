@@ -420,7 +420,7 @@ def test_steps_in_backward(on_ranks: OnRanks) -> None:
 
 
 def two_dtypes_dawdling() -> None:
-    """Has buckets of two wrappers under way at once, which round to different dtypes over one process group."""
+    """Has buckets of two wrappers in progress at once, which round to different dtypes over one process group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtypes = (FLOAT8, torch.bfloat16, FLOAT8)
     models = [

@@ -72,7 +72,7 @@ def test_shell_commands_exist(page: Path, block: Block) -> None:
 
 
 def test_quick_commands_run(tmp_path: Path) -> None:
-    """Runs the commands that take a moment, in the order of the pages and beside a small checkpoint."""
+    """Runs the commands that take a moment, in the order of the pages next to a small checkpoint."""
     store = Store(tmp_path / "runs" / "gpt")
     store.save(100, {"weight": torch.ones(4)}, {"epoch": 1}).result()
     store.close()

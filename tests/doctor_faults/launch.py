@@ -30,7 +30,7 @@ class Start:
     """How one process starts.
 
     Attributes:
-        environ: Variables beside this process's own.
+        environ: Variables besides this process's own.
         before: A command that runs the rest of its arguments, such as `ip netns exec NAME`.
         shell: Shell commands that run in the process before the doctor.
         change: Python lines that run before the doctor; `rank` is this process's.

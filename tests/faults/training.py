@@ -26,7 +26,7 @@ Strike = Callable[[], None]
 
 
 class Net(nn.Module):
-    """Has layers of one bucket each, so that reductions are under way while backward runs."""
+    """Has layers of one bucket each, so that reductions are in progress while backward runs."""
 
     def __init__(self, with_buffers: bool) -> None:
         super().__init__()

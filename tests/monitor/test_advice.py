@@ -53,7 +53,7 @@ def test_the_loader_case() -> None:
     assert text in monitor.summary().notes
     assert "the training process loads its batches itself" in text
     advised = int(re.search(r"num_workers=(\d+)", text)[1])  # type: ignore[index]
-    assert advised >= 2  # 80 ms of loading beside 20 ms of training
+    assert advised >= 2  # 80 ms of loading to 20 ms of training
     after, _ = utilization(advised, names_loader=False)
     assert before < 0.55
     assert after > before + 0.15

@@ -324,7 +324,7 @@ def test_a_dispatch_mode_sees_torchs_gradients() -> None:
 
 
 class Holder:
-    """Holds a tensor beside other things."""
+    """Holds a tensor and other things."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

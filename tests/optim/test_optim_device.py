@@ -1,4 +1,4 @@
-"""Tests the tensors that optimizers make beside CUDA parameters, with fake tensors, which have a device but no memory.
+"""Tests the tensors that optimizers make for CUDA parameters, with fake tensors, which have a device but no memory.
 
 Fake tensors have torch's shapes, dtypes and devices for every operation. These tests therefore find a tensor on the
 wrong device or a copy to the host on every machine. tests/native/convert_tests.cpp tests the bits that the kernels

@@ -1,4 +1,4 @@
-"""Tests what scripts keep in an optimizer's groups and state beside its own entries, and what they give as groups."""
+"""Tests what scripts keep in an optimizer's groups and state besides its own entries, and what they give as groups."""
 
 import copy
 import io

@@ -65,9 +65,9 @@ def test_the_split_over_all_mantissas(remainder_bits: int, exponent: int) -> Non
 @pytest.mark.parametrize("remainder", [torch.int16, torch.int8])
 def test_a_parameter_written_by_other_code_stays_near_its_new_value(remainder: torch.dtype) -> None:
     param = torch.empty(1000, dtype=torch.bfloat16)
-    beside = _C.optim_store_param(param, torch.randn(1000), remainder)
+    stored = _C.optim_store_param(param, torch.randn(1000), remainder)
     written = torch.cat([torch.zeros(500), -torch.zeros(100), torch.randn(400) * 1e-3]).bfloat16()
-    loaded = _C.optim_load_param(written, beside)
+    loaded = _C.optim_load_param(written, stored)
     assert loaded.isfinite().all()
     assert ((loaded - written.float()).abs() <= written.float().abs() * 2**-8 + 1e-38).all()
 
@@ -78,9 +78,9 @@ def test_compensations_and_masters_count_only_for_their_parameter(dtype: torch.d
     values[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
     for extra in [dtype, torch.float32] if dtype == torch.float16 else [dtype]:
         param = torch.empty(10_000, dtype=dtype)
-        beside = _C.optim_store_param(param, values, extra)
+        stored = _C.optim_store_param(param, values, extra)
         assert same_bits(param, values.to(dtype))
-        loaded = _C.optim_load_param(param, beside)
+        loaded = _C.optim_load_param(param, stored)
         if extra == torch.float32:
             assert same_bits(loaded, values)
         else:
@@ -90,7 +90,7 @@ def test_compensations_and_masters_count_only_for_their_parameter(dtype: torch.d
             assert same_bits(loaded[~finite], param[~finite].float())
         written = torch.randn(10_000).to(dtype)
         # Compensations that are small enough count for the new value, too.
-        assert ((_C.optim_load_param(written, beside) - written.float()).abs() <= written.float().abs() * 2**-8).all()
+        assert ((_C.optim_load_param(written, stored) - written.float()).abs() <= written.float().abs() * 2**-8).all()
 
 
 @pytest.mark.parametrize("squared", [False, True])

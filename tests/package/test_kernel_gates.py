@@ -76,7 +76,7 @@ def test_a_load_after_the_first_use_counts_as_too_few_bytes_under_way() -> None:
     assert bad.bytes_under_way == 16
     assert [finding.gate for finding in bad.findings] == [
         "widths of loads before the first use",
-        "bytes under way on a multiprocessor",
+        "bytes in progress on a multiprocessor",
     ]
     assert bad.findings[1].value == str(16 * 1536)
     assert bad.findings[1].limit == f"at least {40 << 10}"
@@ -99,7 +99,7 @@ def test_a_file_without_kernels_is_an_error(tmp_path: Path) -> None:
         ("REG:40", "REG:49", "registers: 49, limit: 48"),
         ("STACK:0", "STACK:8", "local memory: 8 bytes, limit: 0"),
         ("FMUL R12, R12, R20", "BAR.SYNC.DEFER_BLOCKING 0x0", "block barriers: 1, limit: 0"),
-        ("LDG.E.128 R8", "LDG.E.64 R8", "bytes under way per lane: 24, limit: at least 32"),
+        ("LDG.E.128 R8", "LDG.E.64 R8", "bytes in progress per lane: 24, limit: at least 32"),
     ],
 )
 def test_limits_of_other_kernels(

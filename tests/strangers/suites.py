@@ -14,7 +14,7 @@ class Suite:
         name: Name on the package index, or of a folder.
         version: Version whose sdist has the tests; empty for a folder.
         paths: Test files and folders, from the root of the sdist.
-        requirements: What the tests import beside the package itself.
+        requirements: What the tests import besides the package itself.
         skips: Expression of pytest's -k; tests need another machine, a network or many minutes.
         source: Folder that has the tests, if the index does not.
     """

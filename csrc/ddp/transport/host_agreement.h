@@ -62,11 +62,11 @@ class HostAgreement {
   void ask(uint64_t number, std::vector<uint64_t> words);
   // Returns true if all hosts agree on everything that was asked for.
   bool is_settled() const { return asked_.empty(); }
-  // Takes part in a round as a host that has started all collectives up to that number, if none is under way.
+  // Takes part in a round as a host that has started all collectives up to that number, if none is in progress.
   void say_that_it_waits(uint64_t started);
   // Tells the other hosts of a difference, for as long as kLongestTale.
   void tell(const TagDifference& difference);
-  // Returns the round under way, for a wait outside of any lock; null if there is none.
+  // Returns the current round, for a wait outside of any lock; null if there is none.
   std::shared_ptr<HostExchange::Round> round() const { return round_; }
   // Takes the results of a round that has ended, and starts the next one if something is still asked for. Collects
   // what was agreed on in `agreed`. Throws the connection's error, now and then in every call.
@@ -88,7 +88,7 @@ class HostAgreement {
   const std::unique_ptr<HostExchange> exchange_;
   const std::vector<uint64_t> ranks_;
   std::shared_ptr<HostExchange::Round> round_;
-  bool has_asked_ = false;  // in the round under way
+  bool has_asked_ = false;  // in the current round
   std::deque<Agreed> asked_;
   std::unordered_map<uint64_t, uint64_t> agreed_words_;  // by number; the last kRemembered
   std::chrono::steady_clock::time_point last_wait_;      // when a round of a waiting host has ended

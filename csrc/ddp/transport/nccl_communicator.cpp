@@ -77,7 +77,7 @@ class NcclCommunicator::Handle {
     if (!error.empty()) throw EnvironmentError(error);
   }
 
-  // Aborts all collectives under way, and keeps the first error.
+  // Aborts all collectives in progress, and keeps the first error.
   void fail(const std::string& what) noexcept {
     abort();
     if (error.empty()) error = what;

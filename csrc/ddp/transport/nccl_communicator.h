@@ -19,9 +19,9 @@ namespace drivetrain::ddp {
 // The communicator is non-blocking: no call of NCCL takes long, and calls that continue in NCCL's threads are awaited
 // with a limit. The host never waits for the device: wait() lets a stream wait.
 //
-// A thread polls the collectives under way. If NCCL reports an error, or a collective has not ended within the timeout,
-// the thread aborts the communicator. That also ends the collectives on the device. Their values are then undefined,
-// streams that wait for them go on, and the next call throws.
+// A thread polls the collectives in progress. If NCCL reports an error, or a collective has not ended within the
+// timeout, the thread aborts the communicator. That also ends the collectives on the device. Their values are then
+// undefined, streams that wait for them go on, and the next call throws.
 //
 // Thread safety: any thread may call any method, even while another one waits.
 class NcclCommunicator {
@@ -53,7 +53,7 @@ class NcclCommunicator {
 
   // Meets the other ranks within the timeout.
   explicit NcclCommunicator(Options options);
-  // Finalizes the communicator if everything under way ends within 5 s, else aborts it.
+  // Finalizes the communicator if everything in progress ends within 5 s, else aborts it.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;

@@ -31,7 +31,7 @@ constexpr int64_t kLargestChunk = 128 << 10;  // fits into a core's own cache, f
 constexpr int64_t kSmallestChunk = 16 << 10;
 constexpr uint32_t kMostSquareSums = 2048;  // chunks per operation with a sum of squares: 256 MiB
 constexpr size_t kMostKept = 4096;          // sums of squares that were not taken
-constexpr uint64_t kSlots = 64;             // operations under way; a further one waits for the oldest
+constexpr uint64_t kSlots = 64;             // operations in progress; a further one waits for the oldest
 // The approximate cost of a wake-up. Longer spinning gains little.
 constexpr std::chrono::microseconds kSpin(100);
 // The time after which a dead rank is noticed. Other ranks wake this one at once.

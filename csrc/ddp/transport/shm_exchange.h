@@ -41,7 +41,7 @@ class HostLink {
 
 // One rank's side of the protocol. All ranks start the same operations in the same order, and number them from 1. They
 // share a state, zeroed before its first use. It holds the number of operations that each rank has published.
-// For each operation under way it holds the next chunk to be summed and the number of finished chunks.
+// For each operation in progress it holds the next chunk to be summed and the number of finished chunks.
 //
 // Each rank first takes the chunks of its own region, so that it touches the same part of the others' memory in
 // every step. A rank with time left then takes chunks of late ranks. It adds a chunk's values in rank order and writes
@@ -98,8 +98,8 @@ class ShmExchange {
   bool wait_until(uint64_t number, std::chrono::steady_clock::time_point deadline);
   // Returns true if wait() would end at once.
   bool is_done(uint64_t number) { return !failure_.empty() || is_forked() || is_complete(number); }
-  // Returns the sum of squares of a complete result, once, if this rank wanted it and no earlier operation is under
-  // way. It is equal on all ranks.
+  // Returns the sum of squares of a complete result, once, if this rank wanted it and no earlier operation is in
+  // progress. It is equal on all ranks.
   std::optional<double> take_square_sum(uint64_t number);
 
  private:

@@ -149,7 +149,7 @@ ShmSegment ShmSegment::create(int64_t bytes) {
   Descriptor file = create_file();
   const int64_t all = bytes + kHeaderBytes;
   if (::ftruncate(file.get(), all) != 0) fail(text("ftruncate of shared memory to ", all, " bytes"), errno);
-  // Reserves in parts: a signal undoes the part under way, and periodic signals must not undo everything each time.
+  // Reserves in parts: a signal undoes the current part, and periodic signals must not undo everything each time.
   for (int64_t begin = 0; begin < all;) {
     const int64_t part = std::min(kReservedAtOnce, all - begin);
     if (::fallocate(file.get(), 0, begin, part) == 0) {

@@ -252,7 +252,7 @@ class TorchExchange final : public HostExchange {
   explicit TorchExchange(const std::string& group_name)
       : comm_(std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), "gloo", Ranks())) {}
 
-  // A group that ends waits for what it has under way, and the other hosts need not take part in another round. Their
+  // A group that ends waits for what it has in progress, and the other hosts need not take part in another round. Their
   // connections then last until the process ends.
   ~TorchExchange() override {
     static std::mutex mutex;

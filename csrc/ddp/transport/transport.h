@@ -19,7 +19,7 @@
 
 namespace drivetrain::ddp {
 
-// A collective under way.
+// A collective in progress.
 class PendingReduce {
  public:
   virtual ~PendingReduce() = default;

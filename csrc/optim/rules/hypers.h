@@ -65,7 +65,7 @@ struct Hypers {
 
 constexpr int kMaxScalars = 2;
 
-// A parameter's numbers that some rules keep between steps beside the step counter. As in torch's classes, they are
+// A parameter's numbers that some rules keep between steps besides the step counter. As in torch's classes, they are
 // state tensors of one element, of float32 or float64.
 struct Scalars {
   double value[kMaxScalars] = {};

@@ -1,4 +1,4 @@
-"""Counts the losses that stay bit-equal after a resume: the Trainers' own checkpoints beside drivetrain's callbacks."""
+"""Counts the losses that stay bit-equal after a resume: the Trainers' own checkpoints and drivetrain's callbacks."""
 
 from __future__ import annotations
 

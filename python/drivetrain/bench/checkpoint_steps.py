@@ -1,4 +1,4 @@
-"""Measures what saves cost a training: the steps after a save, beside torch's own ways to save, and frequent saves."""
+"""Measures what saves cost a training: the steps after a save, against torch's own ways to save, and frequent saves."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def run(threads: int = 2, rounds: int = 31) -> list[Row]:
 def _overhead(training: Training, folder: Path) -> list[Row]:
     """Compares watched steps with bare ones, and measures the processor time that the monitor adds.
 
-    The monitor's threads serve the watched steps and the bare ones beside them alike. So their whole processor time is
+    The monitor's threads serve the watched steps and the bare ones alike. So their whole processor time is
     added to the watched ones, as if the training had stood still meanwhile.
     """
     alone = _measure_added(str(folder))
@@ -126,7 +126,7 @@ def _overhead(training: Training, folder: Path) -> list[Row]:
     bare_s, watched_s = _alternate_steps(training, folder)
     others_s = 1e-6 * alone[2]
     ratio, low, high = median_interval([(b + others_s) / a for a, b in zip(bare_s, watched_s, strict=True)])
-    row = Row("step with the monitor, beside bare ones in the same loop", "ms", 1e3 * statistics.median(bare_s))
+    row = Row("step with the monitor, against bare ones in the same loop", "ms", 1e3 * statistics.median(bare_s))
     row.ours, row.ratio, row.low, row.high = 1e3 * (statistics.median(watched_s) + others_s), ratio, low, high
     row.target, row.met = f"<= {1 + _OVERHEAD:g}", ratio <= 1 + _OVERHEAD
     rows = [row]
@@ -183,8 +183,8 @@ def _blocks(training: Training, folder: Path, rounds: int) -> list[Row]:
             seconds[side].append(sides[side]() / STEPS)
     rows = []
     whats = {
-        "monitor": f"blocks of {STEPS} steps with the monitor, beside none",
-        "profiler": f"blocks of {STEPS} steps under torch.profiler, beside none",
+        "monitor": f"blocks of {STEPS} steps with the monitor, against none",
+        "profiler": f"blocks of {STEPS} steps under torch.profiler, against none",
     }
     for side, what in whats.items():
         ratios = [watched / bare for watched, bare in zip(seconds[side], seconds["none"], strict=False)]

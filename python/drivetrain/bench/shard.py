@@ -181,7 +181,7 @@ def _byte_rows(found: dict[str, list[int]]) -> list[Row]:
             share = part * RANKS / whole
             rows.append(
                 Row(
-                    f"{what} of a rank, {_title(name)}, beside the unsharded wrapper, {RANKS} ranks",
+                    f"{what} of a rank, {_title(name)}, against the unsharded wrapper, {RANKS} ranks",
                     "MiB",
                     whole / MIB,
                     part / MIB,
@@ -213,7 +213,7 @@ def _time_rows(seconds: dict[str, list[float]]) -> list[Row]:
 def _time_row(seconds: dict[str, list[float]], ours: str, other: str, most: float | None) -> Row:
     ratio, low, high = ratio_of_medians(seconds[other], seconds[ours])
     return Row(
-        f"step, {_title(ours)} beside {_title(other)}, GPT of 10 M, {RANKS} ranks of 1 thread",
+        f"step, {_title(ours)} against {_title(other)}, GPT of 10 M, {RANKS} ranks of 1 thread",
         "ms",
         1e3 * statistics.median(seconds[other]),
         1e3 * statistics.median(seconds[ours]),

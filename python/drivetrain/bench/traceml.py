@@ -46,7 +46,7 @@ def traceml_row(threads: int, rounds: int) -> Row | None:
             return None
         bare, traced = json.loads(out.read_text())
     ratio, low, high = median_interval([one / other for one, other in zip(traced, bare, strict=True)])
-    row = Row("step under TraceML, beside none, in one process", "ms", 1e3 * sorted(bare)[len(bare) // 2])
+    row = Row("step under TraceML, against none, in one process", "ms", 1e3 * sorted(bare)[len(bare) // 2])
     row.ours, row.ratio, row.low, row.high = 1e3 * sorted(traced)[len(traced) // 2], ratio, low, high
     return row
 

@@ -1,4 +1,4 @@
-"""Simulates the copies of offloaded values beside forward and backward, and how long the step waits for them."""
+"""Simulates the copies of offloaded values during forward and backward, and how long the step waits for them."""
 
 import dataclasses
 from typing import Any, NamedTuple

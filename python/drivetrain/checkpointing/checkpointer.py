@@ -75,7 +75,7 @@ class Checkpointer:
             sampler the indices of consumed batches are drawn again. Do not iterate over it before the block.
         window: The window that `drivetrain.accumulate` returned. Enter it inside of the block. For a new window per
             epoch, set the attribute `window` to each.
-        generators: Random generators that the training uses beside the default ones of Python, NumPy and torch:
+        generators: Random generators that the training uses besides the default ones of Python, NumPy and torch:
             torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random.
         extra: Other objects with state_dict() and load_state_dict(), by name. Each rank saves its own.
         config: Settings of the run. A restart with others raises and names the differences, unless `run` is given.
@@ -184,7 +184,7 @@ class Checkpointer:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch of `data` under way, from 0: loop over `range(ckpt.epoch, epochs)`."""
+        """The number of the epoch of `data` in progress, from 0: loop over `range(ckpt.epoch, epochs)`."""
         return self._position.epoch
 
     @property
@@ -247,7 +247,7 @@ class Checkpointer:
                 self._finish(saver)
             elif not is_preempted:
                 if survivors.are_expected() and self._store is not None:
-                    self._store.abandon()  # a save under way would wait for a rank that may have died
+                    self._store.abandon()  # a save in progress would wait for a rank that may have died
                 saver.wait()
                 self._report(saver)
         finally:

@@ -28,7 +28,7 @@ def export_dcp(checkpoint: Checkpoint, directory: str | os.PathLike[str], rank: 
     """Writes a checkpoint of a Checkpointer as torch.distributed.checkpoint reads it.
 
     It contains what torch's `get_state_dict` names: "model" with the module's state dict, and "optim" with "state" by
-    the names of parameters and "param_groups". Optimizers are merged. "step" and "scheduler" stand beside them.
+    the names of parameters and "param_groups". Optimizers are merged. "step" and "scheduler" stand next to them.
 
     Args:
         checkpoint: The checkpoint.

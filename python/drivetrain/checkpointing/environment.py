@@ -1,4 +1,4 @@
-"""Describes what the bits of a training depend on beside its state, and names what differs after a restart."""
+"""Describes what the bits of a training depend on besides its state, and names what differs after a restart."""
 
 import enum
 import hashlib

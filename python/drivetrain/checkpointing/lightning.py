@@ -152,7 +152,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
                 ckpt.step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends the save that is under way."""
+        """Ends the save that is in progress."""
         ckpt, self._checkpointer = self._checkpointer, None
         if ckpt is not None:
             ckpt.__exit__(type(exception), exception, exception.__traceback__)
@@ -267,7 +267,7 @@ class _Found:
         trainer.fit_loop.epoch_loop.val_loop.restarting = True  # no sanity check, which would change callbacks
 
     def begin_epoch(self, trainer: Trainer) -> None:
-        """Repeats what callbacks did to the Trainer when the epoch under way began."""
+        """Repeats what callbacks did to the Trainer when the current epoch began."""
         progress = trainer.fit_loop.epoch_progress
         progress.load_state_dict(self._values["loops"]["epoch_progress"])
         if progress.total.completed != progress.total.ready:

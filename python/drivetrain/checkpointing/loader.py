@@ -85,17 +85,17 @@ class _Counted(Position):
         self._class: type | None = None
         self._count = -1  # of the epochs that have begun, less one
         self._has_begun = False  # an iteration since `open`
-        self._has_stepped = False  # the training, in the iteration under way
+        self._has_stepped = False  # the training, in the current iteration
         self._ever_stepped = False  # so that passes without a step are no epochs
         self._base = 0  # the epoch of the first pass since `open`
         self._is_next = False  # the restored position is the end of an epoch, which is the beginning of the next one
         self._restarts_workers = False  # the next iteration starts workers that an uninterrupted run would reuse
-        self.batches = 0  # taken in the iteration under way
-        self.is_exhausted = False  # the iteration under way has ended
+        self.batches = 0  # taken in the current iteration
+        self.is_exhausted = False  # the current iteration has ended
         self._start: Any = None  # random states at its beginning; None: there is none
         self._first: Any = None  # those at its first fetch, with which a sampler draws if there are no workers
         self._workers_start: Any = None  # those at the start of persistent workers, which later iterations reuse
-        self._is_reuse = False  # the iteration under way reuses workers
+        self._is_reuse = False  # the current iteration reuses workers
         self._resumed: Any = None  # the state with which the next iteration continues
         self._before_fetch: Callable[[], None] | None = None
         self._is_noticed: Callable[[], bool] = lambda: False
@@ -162,7 +162,7 @@ class _Counted(Position):
             self._before_fetch()
 
     def end(self) -> None:
-        """Ends the iteration under way, whose batches are all taken."""
+        """Ends the current iteration, whose batches are all taken."""
         is_at_once = self._resumed is not None
         self.is_exhausted, self._resumed = True, None
         for other in self.others if is_at_once else ():
@@ -178,7 +178,7 @@ class _Counted(Position):
         return self._is_noticed() and has_lost_workers(batches)
 
     def begin_again(self, taken: int) -> Iterator[Any]:
-        """Begins the iteration under way again with new workers, after the first `taken` batches of it."""
+        """Begins the current iteration again with new workers, after the first `taken` batches of it."""
         self._loader._iterator = None
         return self._iterate_again({"batches": taken})
 
@@ -323,7 +323,7 @@ class _MapStyleLoader(_Counted):
         self._resumable = sampler if is_plain and isinstance(sampler, ResumableSampler) else None
         self._batch_size = 1 if batch_sampler is None else getattr(batch_sampler, "batch_size", 1)
         self._begun_epoch = getattr(sampler, "epoch", None)
-        self._skipped = 0  # batches that the iteration under way left out at its beginning
+        self._skipped = 0  # batches that the current iteration left out at its beginning
 
     def state(self) -> Any:
         epoch = getattr(self._sampler, "epoch", None)
@@ -391,7 +391,7 @@ class _MapStyleLoader(_Counted):
         then = self._start if self._is_reuse else self._first
         before = None if then is None else functools.partial(self._set_streams, then)
         skipping = Skipping(original, state.get("batches", 0), before)
-        # DataLoader refuses to replace its sampler, because an iteration under way would not see it. None is.
+        # DataLoader refuses to replace its sampler, because an iteration in progress would not see it. None is.
         object.__setattr__(self._loader, name, skipping)
         try:
             iterator = self._iterate()

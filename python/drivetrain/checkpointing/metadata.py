@@ -129,7 +129,7 @@ class Poller:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends polling. A request under way ends by itself within its limit."""
+        """Ends polling. A request in progress ends by itself within its limit."""
         self._is_closed.set()
 
     def _poll(self) -> None:

@@ -41,7 +41,7 @@ class _Prepared(_MapStyleLoader):
         self._shard = shard
         self._sampler = None  # the shard calls set_epoch() for it
         self._order: Any = shard.get_sampler()
-        self._iteration = shard.iteration  # the shard's number of the epoch under way
+        self._iteration = shard.iteration  # the shard's number of the current epoch
         self._before: Any = None  # random states before the last fetch, if the dataset shares them
 
     def call_before_fetch(self, call: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ class Flags(NamedTuple):
 
     leave: int = 0  # this rank was told to end
     due: int = 0  # a save is due by the clock of rank 0
-    busy: int = 0  # the last save is under way
+    busy: int = 0  # the last save is in progress
     failed: int = 0  # the last save has failed
     running: int = 0  # this rank is in its loop
     ended: int = 0  # this rank has left its loop
@@ -78,12 +78,12 @@ class Ranks:
         self._running = work, values
 
     def result(self) -> Flags:
-        """Returns the largest flags of all ranks from the exchange under way; waits for ranks that are a step behind.
+        """Returns the largest flags of all ranks from the current exchange; waits for ranks that are a step behind.
 
         Raises:
             RuntimeError: A rank has ended, or did not come in time.
         """
-        assert self._running is not None, "no exchange is under way"
+        assert self._running is not None, "no exchange is in progress"
         (work, values), self._running = self._running, None
         if work is not None:
             try:
@@ -123,11 +123,11 @@ class Ranks:
         return -self.exchange(Flags(number=-value)).number, largest
 
     def drop(self) -> None:
-        """Forgets the exchange under way, which another rank may not join any more."""
+        """Forgets the current exchange, which another rank may not join any more."""
         self._running = None
 
     def close(self) -> None:
-        """Ends the group, as far as no exchange is under way."""
+        """Ends the group, as far as no exchange is in progress."""
         self._running = None
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)

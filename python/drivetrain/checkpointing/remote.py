@@ -48,7 +48,7 @@ class RemoteDirectory:
         """Returns the manifests whose checksums hold, by the names of their folders, oldest first."""
         found = {}
         for name in self._names():
-            with contextlib.suppress(FileNotFoundError, ValueError):  # under way, being deleted, or damaged
+            with contextlib.suppress(FileNotFoundError, ValueError):  # in progress, being deleted, or damaged
                 found[name] = unseal(self._read(f"{name}/{MANIFEST}"), Manifest)[0]
         return dict(sorted(found.items(), key=lambda item: item[1].serial))
 

@@ -40,7 +40,7 @@ class Save:
     Args:
         step: The step that is saved.
         tensors: This rank's tensors by name.
-        state: Values to write beside them.
+        state: Values to write with them.
         is_encrypted: True if the file will be encrypted.
 
     Attributes:
@@ -72,7 +72,7 @@ class Save:
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "done" if self.done() else "under way"
+        state = "failed" if self._error else "done" if self.done() else "in progress"
         return f"<Save of step {self.step}: {state}>"
 
     @property
@@ -116,7 +116,7 @@ class Save:
         return self._ended.is_set()
 
     def exception(self) -> BaseException | None:
-        """Returns why the save failed; None if it succeeded or is under way."""
+        """Returns why the save failed; None if it succeeded or is in progress."""
         return self._error
 
     def result(self, timeout: float = LONGEST_WAIT_S) -> Checkpoint:

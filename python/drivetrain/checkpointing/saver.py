@@ -52,7 +52,7 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Returns True while a save is under way."""
+        """Returns True while a save is in progress."""
         return self._save is not None
 
     def begin(self, step: int, header: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Saver:
         Raises:
             TypeError: A value has no encoding. No other error is raised: `error` then has it.
         """
-        assert self._save is None, "a save is under way"
+        assert self._save is None, "a save is in progress"
         began = self.began_at = time.monotonic()
         self.begun_step = step
         snapshot = self._state.capture(header)
@@ -88,7 +88,7 @@ class Saver:
         return True
 
     def wait(self) -> None:
-        """Waits for the save under way, if there is one. `error` tells how it ended."""
+        """Waits for the current save, if there is one. `error` tells how it ended."""
         if self._save is None:
             return
         try:

@@ -109,7 +109,7 @@ def read_shards(
 ) -> dict[str, Tensor]:
     """Reads a part of each sharded tensor of a state, from the files of all ranks that saved overlapping parts.
 
-    It holds one whole part beside the results at most, never a whole tensor unless a region asks for it.
+    It holds one whole part besides the results at most, never a whole tensor unless a region asks for it.
 
     Args:
         checkpoint: The checkpoint.

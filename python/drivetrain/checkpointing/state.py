@@ -102,7 +102,7 @@ class TrainingState:
         """Returns the state of this moment.
 
         Args:
-            header: Entries to store beside the state, such as the step.
+            header: Entries to store with the state, such as the step.
             with_data: False leaves out the position in the data, for which some loaders start workers.
 
         Raises:

@@ -128,7 +128,7 @@ class Store:
         self._coordinator = coordinator
         self._observer: Observer | None = None
         self._announced = 0  # calls
-        self._beside: tuple[Path, ...] = ()
+        self._numbered_with: tuple[Path, ...] = ()
         self._slab = Slab()
         self._guard = threading.Lock()
         self._queue: deque[tuple[int, Save]] = deque()
@@ -244,7 +244,7 @@ class Store:
             self._lock = None
 
     def abandon(self) -> None:
-        """Makes saves under way fail instead of waiting for other ranks, which may have died."""
+        """Makes saves in progress fail instead of waiting for other ranks, which may have died."""
         if self._coordinator is not None:
             self._coordinator.abandon()
 
@@ -280,9 +280,9 @@ class Store:
 
         return describe
 
-    def number_beside(self, *directories: Path) -> None:
+    def continue_numbers_of(self, *directories: Path) -> None:
         """Makes serials grow over the checkpoints of other directories, too, so that the newest of all is known."""
-        self._beside = directories
+        self._numbered_with = directories
 
     def _drain(self) -> None:
         """Writes the saves of the queue in order; runs in a thread of its own until the queue is empty."""
@@ -358,7 +358,7 @@ class Store:
             self._audit.append("save", path, save.step, save.nbytes, save._key_id, result)
 
     def _next_serial(self) -> int:
-        directories = [self.directory, *(one for one in self._beside if one.is_dir())]
+        directories = [self.directory, *(one for one in self._numbered_with if one.is_dir())]
         return max((manifest.serial for one in directories for manifest in manifests(one)), default=0) + 1
 
     def _delete_old(self) -> None:

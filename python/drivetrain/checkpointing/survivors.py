@@ -25,7 +25,7 @@ _logger = logging.getLogger("drivetrain")
 _Result = TypeVar("_Result")
 _POLL_S = 0.02
 _ENDING_S = 2.0  # a process that ends closes its connections first, and is gone later
-_depth = 0  # calls of continue_in_place that are under way
+_depth = 0  # calls of continue_in_place that are in progress
 
 
 def are_expected() -> bool:

@@ -29,7 +29,7 @@ from .store import Store
 from .uploader import TierStatus, Uploader
 
 _logger = logging.getLogger("drivetrain")
-_LAST_SAVE_S = 5.0  # for a save into memory that is under way when an exception ends the training
+_LAST_SAVE_S = 5.0  # for a save into memory that is in progress when an exception ends the training
 TIERS = "tiers.json"  # what the tiers of a directory hold, for `drivetrain ckpt ls`
 
 
@@ -64,7 +64,7 @@ class Remote:
 
     Attributes:
         url: Such as s3://bucket/run, gs://bucket/run or file:///mnt/run.
-        every: Shortest time between uploads, such as "1h"; None uploads each checkpoint. While an upload is under way,
+        every: Shortest time between uploads, such as "1h"; None uploads each checkpoint. During an upload
             only the newest of the next ones waits. The last one of a run is uploaded always.
         keep: Number of checkpoints to keep there; None keeps all.
         attempts: Number of calls that fail before the upload is given up. Pauses grow from 0.5 s to 60 s.
@@ -89,7 +89,7 @@ class Remote:
 
 
 class Tiers:
-    """Runs the tiers beside a local store. All ranks call the same methods in the same order.
+    """Runs the tiers of a local store. All ranks call the same methods in the same order.
 
     Args:
         tiers: At most one Ram, and any number of Remotes.
@@ -165,8 +165,8 @@ class Tiers:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._ram_store = open_store(path)
             self._ram_saver = new_saver(self._ram_store)
-            self._ram_store.number_beside(store.directory)
-            store.number_beside(path)
+            self._ram_store.continue_numbers_of(store.directory)
+            store.continue_numbers_of(path)
         if self._ranks.rank == 0:
             _warn_of_closed_memory(store.directory)
             for remote in self._remotes:

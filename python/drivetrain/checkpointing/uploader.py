@@ -72,7 +72,7 @@ class Uploader:
         self.remote = remote(self._attempt)
 
     def submit(self, folder: Path) -> None:
-        """Uploads a complete checkpoint as soon as the one under way has ended."""
+        """Uploads a complete checkpoint as soon as the one in progress has ended."""
         with self._state:
             if self._waiting is not None and self._waiting != folder:
                 _logger.info("%s is not uploaded to %s: a newer one is", self._waiting.name, self._url)
@@ -100,7 +100,7 @@ class Uploader:
             return self._state.wait_for(lambda: self._current is None and self._waiting is None, timeout_s)
 
     def close(self) -> None:
-        """Ends the thread after the call under way, and forgets what is pending."""
+        """Ends the thread after the current call, and forgets what is pending."""
         self._stop.set()
         with self._state:
             self._waiting = None

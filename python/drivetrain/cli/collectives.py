@@ -55,7 +55,7 @@ class Backend:
         name: Its name in errors.
         sizes: Bytes of the tensors.
         cure: The remedy for sums that fail.
-        slow_cure: For sums that are slow beside the links.
+        slow_cure: For sums that are slow compared with the links.
     """
 
     check: str

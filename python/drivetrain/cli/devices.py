@@ -63,7 +63,7 @@ def _fastest(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def slow_rank(rates: Mapping[int, Mapping[str, float] | None]) -> int | None:
-    """Returns a rank whose GPU is too slow beside the median rank's."""
+    """Returns a rank whose GPU is too slow compared with the median rank's."""
     found = _slowest(_measured(rates))
     return None if found is None else found[1]
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--live", action="store_true", help="update the table of one file until its run ends")
     parser.add_argument(
-        "--stacks", action="store_true", help="print the stacks of all ranks of a run that is under way on this host"
+        "--stacks", action="store_true", help="print the stacks of all ranks of a run that is in progress on this host"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the steps into an .svg or .png file")
 
@@ -94,7 +94,7 @@ def _summary_of(file: Path, name: str) -> Summary:
 
 
 def _follow(file: Path) -> None:
-    """Shows the table of a run that is under way, until its last event."""
+    """Shows the table of a run that is in progress, until its last event."""
     from rich.live import Live
 
     from ..monitor import read_events, summarize

@@ -44,7 +44,7 @@ class Address:
         address: The address that gloo gives the other ranks, of either family.
         port: The TCP port.
         reaches_master_by: Interface and address, as in "eth0 10.0.0.2"; "": unknown.
-        ipv6: The IPv6 address of that interface, beside an IPv4 `address`; "": none.
+        ipv6: The IPv6 address of that interface, besides an IPv4 `address`; "": none.
     """
 
     host: str
@@ -296,7 +296,7 @@ def _judge_ipv6(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe
     if not tried:
         return not_applicable("ipv6", "no two ranks have an IPv6 address on the interface that they use")
     if not failures:
-        return passed("ipv6", f"{len(tried)} connections over IPv6, beside those over IPv4")
+        return passed("ipv6", f"{len(tried)} connections over IPv6, besides those over IPv4")
     rank, probe = failures[0]
     text = (
         f"{len(failures)} of {len(tried)} connections over IPv6 fail; "

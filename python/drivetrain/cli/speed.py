@@ -79,7 +79,7 @@ def crowds(machines: Mapping[int, str], cores_of: Mapping[int, Sequence[int]]) -
 
 
 def slow_rank(speeds: Mapping[int, float]) -> int | None:
-    """Returns the slowest rank if it is too slow beside the median rank."""
+    """Returns the slowest rank if it is too slow compared with the median rank."""
     if not speeds:
         return None
     slow = min(speeds, key=lambda rank: speeds[rank])

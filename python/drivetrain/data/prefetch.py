@@ -192,7 +192,7 @@ class _Epoch:
         thread.join(_JOIN_S)
         if thread.is_alive():
             raise RuntimeError(
-                f"prefetch: the loader has not returned the batch under way for {_JOIN_S:.0f} s after its iteration "
+                f"prefetch: the loader has not returned the current batch for {_JOIN_S:.0f} s after its iteration "
                 "was left, so no other can begin. Set the DataLoader's timeout to find out why."
             )
 

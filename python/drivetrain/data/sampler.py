@@ -78,7 +78,7 @@ class ResumableSampler(Sampler[int]):
         return self.num_samples * self.num_replicas
 
     def __len__(self) -> int:
-        """Returns how many indices the iteration under way, or the next one, draws on this rank."""
+        """Returns how many indices the current iteration, or the next one, draws on this rank."""
         left = self.length - (0 if self._is_done else self._begin)
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 

@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 
 class Pending(Protocol):
-    """A gather under way."""
+    """A gather in progress."""
 
     def wait(self) -> None:
         """Returns once the other ranks' rows are there; on CUDA, for later work of the current stream."""

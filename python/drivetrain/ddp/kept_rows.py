@@ -50,7 +50,7 @@ class KeptRows:
         # The weight of the kept sums, over ranks; float64 [1] on CUDA. None: no weight counts the kept rows.
         self._weight: float | Tensor | None = None
         self._own_weight = 0.0  # this rank's part of it
-        self._is_weighted = False  # the backward under way has a weight
+        self._is_weighted = False  # the current backward has a weight
         self._seen: list[Seen] = [None] * len(params)  # the gradients after the last weighted backward
         # Native code refers to these calls, and gc does not see that.
         reducer.set_put_aside(_weakly(self, KeptRows._put_all_aside))

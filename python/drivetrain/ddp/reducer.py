@@ -27,7 +27,7 @@ _wrappers = itertools.count(1)
 
 
 def _are_held(tensors: list[torch.Tensor], params: Sequence[nn.Parameter]) -> bool:
-    """Returns True if Python refers to any of these tensors of the native reducer beside this list.
+    """Returns True if Python refers to any of these tensors of the native reducer besides this list.
 
     References as a parameter's main gradient do not count, as these follow the reducer.
     """

@@ -330,11 +330,11 @@ class Sharding:
         return self._states.ask(optimizer, self._place_of[id(param)], name)
 
     def wait(self) -> None:
-        """Waits for the gathers under way."""
+        """Waits for the gathers in progress."""
         self._gathers.wait()
 
     def end(self) -> None:
-        """Waits for the gathers under way; on CUDA, for later work of the current stream alone."""
+        """Waits for the gathers in progress; on CUDA, for later work of the current stream alone."""
         self._gathers.end()
 
     def _start(self, bucket: _Bucket) -> Pending:

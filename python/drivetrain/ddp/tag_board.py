@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .gather import cpu_backend, gather_bytes, is_foreign, on_device
-from .transport import group_beside, group_timeout, host_digest, rank_name
+from .transport import additional_group, group_timeout, host_digest, rank_name
 
 CONNECT_WITHIN = timedelta(seconds=60)  # between hosts, whose process group has connected them over NCCL only
 
@@ -101,13 +101,13 @@ def _connected(first_ranks: list[int], group: dist.ProcessGroup) -> tuple[bool, 
     """
     backend = cpu_backend(group)
     if backend == "gloo":
-        return True, group_beside(group, first_ranks)
+        return True, additional_group(group, first_ranks)
     if backend is not None:
         return False, None
     # The script has asked for NCCL alone, which may use networks that gloo does not find. It must train without them.
     between, failure = None, ""
     try:
-        between = group_beside(group, first_ranks, CONNECT_WITHIN)
+        between = additional_group(group, first_ranks, CONNECT_WITHIN)
     except RuntimeError as error:
         failure = str(error)
     are_connected = all(made == b"\1" for made in gather_bytes(bytes([not failure]), group))

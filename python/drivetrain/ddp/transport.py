@@ -116,8 +116,8 @@ def make_comm(
         first_ranks = [rank for rank, host in enumerate(hosts) if rank == hosts.index(host)]
         # Every module gets its own group: two that are reduced at the same time may be summed within hosts in different
         # orders.
-        leaders = group_beside(group, first_ranks)
-        leaders_returning = group_beside(group, first_ranks) if wire_dtype else None
+        leaders = additional_group(group, first_ranks)
+        leaders_returning = additional_group(group, first_ranks) if wire_dtype else None
         over_leaders = _comm_over(leaders, device, leaders_returning, wire_dtype) if leaders else None
     return _C.shm_comm(
         process_group=group.group_name,
@@ -267,7 +267,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device | None = None) 
     return timeout
 
 
-def group_beside(
+def additional_group(
     group: dist.ProcessGroup, ranks: list[int], connect_within: timedelta | None = None
 ) -> dist.ProcessGroup | None:
     """Makes another gloo group of some of the group's ranks. Every rank must call it.
@@ -293,7 +293,7 @@ def group_beside(
     # torch numbers ranks in the order of their job. Not every supported torch can make groups in another one.
     order: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
     with alike:
-        beside: dist.ProcessGroup = dist.new_group(
+        made: dist.ProcessGroup = dist.new_group(
             members,
             timeout=connect_within or group_timeout(group),
             backend="gloo",
@@ -303,8 +303,8 @@ def group_beside(
     if not is_member:
         return None
     if connect_within:
-        dist.distributed_c10d._set_pg_timeout(group_timeout(group), beside)
-    return beside
+        dist.distributed_c10d._set_pg_timeout(group_timeout(group), made)
+    return made
 
 
 def _most_groups(group: dist.ProcessGroup) -> int:
@@ -336,9 +336,9 @@ def returning_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     Every rank of the group must call it.
     """
     if group not in _returning_groups:
-        beside = group_beside(group, list(range(dist.get_world_size(group))))
-        assert beside is not None  # every rank is a member
-        _returning_groups[group] = beside
+        made = additional_group(group, list(range(dist.get_world_size(group))))
+        assert made is not None  # every rank is a member
+        _returning_groups[group] = made
     return _returning_groups[group]
 
 
@@ -346,7 +346,7 @@ def _wire_comm(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtyp
     """Returns the process group's transport that sends that dtype. Every rank of the group must call it."""
     comms = _wire_comms.setdefault(group, {})
     if dtype not in comms:
-        returning = group_beside(group, list(range(dist.get_world_size(group))))
+        returning = additional_group(group, list(range(dist.get_world_size(group))))
         comms[dtype] = _comm_over(group, device, returning, dtype)
     return comms[dtype]
 

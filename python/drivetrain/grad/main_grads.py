@@ -79,7 +79,7 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
 def float32_grad(param: Tensor) -> Tensor:
     """Returns a gradient as a new float32 tensor of the parameter's shape.
 
-    Includes the 8 bits that a 24-bit main gradient keeps beside `.grad`, unless `.grad` was written since.
+    Includes the 8 bits that a 24-bit main gradient keeps in addition to `.grad`, unless `.grad` was written since.
 
     Args:
         param: A parameter with a gradient.

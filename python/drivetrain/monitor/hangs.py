@@ -21,7 +21,7 @@ class RankProgress(TypedDict):
     """The position of a rank in its training, as it shows the others."""
 
     beat: int  # grows with each message
-    step: int  # under way
+    step: int  # in progress
     phase: str
     where: str  # the user's line
     quiet_s: float  # since a phase last began or ended; 0: it is in no step
@@ -72,7 +72,7 @@ class HangWatch:
 
         Args:
             standing: The standing of the trace, after its records were read.
-            step: Number of the step that is under way.
+            step: Number of the step that is in progress.
         """
         self._beat += 1
         phase = PHASES[standing.phase]

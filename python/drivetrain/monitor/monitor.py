@@ -276,7 +276,7 @@ class Monitor:
 
     def _end_batches(self) -> None:
         """Ends the last step; batches without an optimizer step, as of an evaluation, belong to none."""
-        if not self._is_active:  # an iterator of the past, which Python has kept beside an error's traceback
+        if not self._is_active:  # an iterator of the past, which Python has kept with an error's traceback
             return
         self._before_batch()
         if self._num_batches:

@@ -19,7 +19,7 @@ from .report import Report, report_of
 class FusedOptimizer(torch.optim.Optimizer):
     """Replaces the step of a torch.optim class and keeps its constructor, state and checks.
 
-    Place it before the torch.optim class among the bases. Every class takes keyword arguments beside torch's.
+    Place it before the torch.optim class among the bases. Every class takes keyword arguments in addition to torch's.
 
     Two arguments change what a step does with gradients. They, and a GradScaler's unscaling, add no pass over
     parameters or states. A step reads gradients once for the norm, where it needs one, and once for the update.

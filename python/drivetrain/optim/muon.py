@@ -78,7 +78,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     matrix products take nearly all of the time. They are torch's, so the last bits of a step may depend on threads,
     processor and device; those of the momentum do not.
 
-    On CUDA a step takes one launch for the step's scalars and two per batch, beside those of torch's products. A
+    On CUDA a step takes one launch for the step's scalars and two per batch, besides those of torch's products. A
     skipped step still runs the products, because the host does not know of it, and writes nothing.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", as torch implements it.

@@ -35,7 +35,7 @@ class Owner(Protocol):
         """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
 
     def wait(self) -> None:
-        """Waits for the gathers under way."""
+        """Waits for the gathers in progress."""
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts a step that begins to write states."""
@@ -63,7 +63,7 @@ class Piece:
         self.name = name
         self.part = part
         self.local = local_part(part)
-        self.kept: Tensor | None = None  # reduced gradient that a backward under way adds to
+        self.kept: Tensor | None = None  # reduced gradient that a backward in progress adds to
         self.users: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their states may be parts
         self._rows = rows
         self._owner = weakref.ref(owner)

@@ -30,7 +30,7 @@ class Rule:
         step_sparse: Steps parameters with sparse gradients, given the optimizer, their group and them. None where
             torch's class takes no such gradients.
         scalar_dtype: The dtype of the rule's scalars; None takes the step counter's.
-        also: Returns names of options that a group has beside the defaults.
+        also: Returns names of options that a group has besides the defaults.
     """
 
     name: str | Callable[[Group], str]

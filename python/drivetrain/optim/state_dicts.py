@@ -32,7 +32,7 @@ def states_of_params(state: dict[Any, Any]) -> Iterator[tuple[Tensor, dict[str, 
 
 
 class StateDicts(NativeStep):
-    """Saves and loads states in torch's layout, with drivetrain's storage formats beside it."""
+    """Saves and loads states in torch's layout, together with drivetrain's storage formats."""
 
     def restore(self) -> None:
         """Follows states and groups that were loaded, copied or unpickled, and moves step counters to their device."""

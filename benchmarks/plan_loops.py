@@ -107,11 +107,11 @@ _LONGER = {
 }
 
 
-def errors_of(name: str, threads: int, rounds: int) -> list[tuple[float, str]]:
+def errors_of(name: str, threads: int, rounds: int, cache: str) -> list[tuple[float, str]]:
     """Returns the error, and the planned and the measured time of an iteration as a text, of each round."""
     with tempfile.TemporaryDirectory() as place:
         folders = Path(place, "watched"), Path(place, "planned")
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "WANDB_SILENT": "true", "XDG_CACHE_HOME": place}
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "WANDB_SILENT": "true", "XDG_CACHE_HOME": cache}
 
         def run(folder: Path, *arguments: str) -> str:
             done = subprocess.run(
@@ -159,12 +159,13 @@ def main() -> int:
     args = parser.parse_args()
     is_met = True
     print("loop: planned and measured iteration and error of the median round, least and largest error")
-    for name in args.loops or [*_LOOPS, *CASES]:
-        found = sorted(errors_of(name, args.threads, args.rounds))
-        error, times = found[len(found) // 2]
-        is_met &= abs(error) <= _GATE
-        spread = f"{found[0][0]:+.1%} to {found[-1][0]:+.1%}"
-        print(f"{name}: {times} {error:+.1%}, {spread}{'' if abs(error) <= _GATE else ', missed'}", flush=True)
+    with tempfile.TemporaryDirectory() as cache:  # without what busier hours have measured
+        for name in args.loops or [*_LOOPS, *CASES]:
+            found = sorted(errors_of(name, args.threads, args.rounds, cache))
+            error, times = found[len(found) // 2]
+            is_met &= abs(error) <= _GATE
+            spread = f"{found[0][0]:+.1%} to {found[-1][0]:+.1%}"
+            print(f"{name}: {times} {error:+.1%}, {spread}{'' if abs(error) <= _GATE else ', missed'}", flush=True)
     return 0 if is_met else 1
 
 

@@ -16,7 +16,7 @@ from drivetrain.host_memory import HostMemory
 from drivetrain.plan import calibrate as calibration
 from drivetrain.plan import replay
 from drivetrain.plan.devices import device_of
-from drivetrain.plan.trace import StepTrace
+from drivetrain.plan.trace import FREE, OP, StepTrace
 from drivetrain.plan.tracer import trace_steps
 
 _NEVER = math.inf
@@ -208,11 +208,12 @@ def test_calls_take_what_a_step_takes_beyond_its_replay(monkeypatch: pytest.Monk
         return {op.signature: 0.25 for op in trace.last_step() if op.signature >= 0}
 
     monkeypatch.setattr(calibration, "replayed_seconds", replayed)
-    steps = iter([1000.0, 1000.0, 1000.0, 5000.0, 0.0])  # two are disturbed
+    steps = iter([2.0, 1000.0, 1000.0, 1000.0, 5000.0, 0.0])  # two looks at the clock; two steps are disturbed
     monkeypatch.setattr(calibration, "_median", lambda *_, **__: next(steps))
     found = calibration._call_seconds()
     ops = taken[0].last_step()
     of_kernels = 0.25 * sum(op.signature >= 0 for op in ops)
-    assert found == pytest.approx((1000.0 - of_kernels) / len(ops))
+    looks = sum(event.kind in (OP, FREE) for event in taken[0].events[taken[0].begin_of_last_step() :])
+    assert found == pytest.approx((1000.0 - of_kernels + looks) / len(ops))
     monkeypatch.setattr(calibration, "_median", lambda *_, **__: 0.0)
     assert calibration._call_seconds() == 0.0

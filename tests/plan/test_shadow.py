@@ -73,7 +73,7 @@ assert not os.path.exists("ckpt-old/a.pt") and "log.txt" not in os.listdir()
 train(lambda step: None)
 """,
     "numpy": """
-np.save("array.npy", np.ones(3)), np.savez("many.npz", a=np.ones(2))
+np.save("array.npy", np.ones(3)), np.savez("many.npz", a=np.ones(2)), np.savetxt("table.csv", np.ones(3))
 assert np.load("array.npy").sum() == 3
 mapped = np.memmap("data.bin", dtype=np.uint8, mode="r+"); mapped[:] = 7; mapped.flush()
 train(lambda step: None)

@@ -140,33 +140,32 @@ def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
     trace = trace_script(
         args.script, args.arguments, device_kind=device.kind, batch=args.batch, world_size=options.world_size
     )
-    if args.calibrate and measures:
-        _measure(trace, device, args)
-    plan = Plan.of(trace, device, options, batch=trace.samples or None, devices=args.devices)
-    return plan.calibrated() if args.calibrate else plan
+    calibration = None
+    if args.calibrate:
+        step_s = _measured(trace, device, args) if measures else None
+        alone = Plan.of(trace, device, Options()).calibrated()
+        calibration = (alone if step_s is None else alone.refine(step_s)).calibration
+    return Plan.of(trace, device, options, batch=trace.samples or None, calibration=calibration, devices=args.devices)
 
 
-def _measure(trace: StepTrace, device: Device, args: argparse.Namespace) -> None:
-    """Measures the script's iterations, and keeps by how much they differ from the plan; else notes why not."""
+def _measured(trace: StepTrace, device: Device, args: argparse.Namespace) -> float | None:
+    """Returns the seconds of the script's iteration on real values; None, and a note why, if it cannot be measured."""
     from ..host_memory import host_memory
     from ..plan.options import Options
     from ..plan.result import Plan
     from ..plan.script import ScriptError, forked, measure_script
     from ..plan.tracer import PlanError
 
-    def plan() -> Plan:
-        return Plan.of(trace, device, Options())
-
     try:
         # In forks, before this process computes: a fork cannot use threads that its parent has started.
-        needed = forked(args.script, lambda _: plan().memory.total)
+        needed = forked(args.script, lambda _: Plan.of(trace, device, Options()).memory.total)
+        assert isinstance(needed, int)
         if needed > host_memory().usable:
             raise PlanError("it needs more memory than is free")
-        step_s = measure_script(args.script, args.arguments, period=trace.optimizer_steps, batch=args.batch)
+        return measure_script(args.script, args.arguments, period=trace.optimizer_steps, batch=args.batch)
     except (PlanError, ScriptError) as error:
         trace.notes.append(f"the calibration leaves out loaders and Python, because no iteration was measured: {error}")
-    else:
-        plan().calibrated().refine(step_s)
+        return None
 
 
 def needed_bytes(args: argparse.Namespace) -> int:

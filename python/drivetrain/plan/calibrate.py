@@ -24,7 +24,7 @@ from ..host_memory import host_memory
 from .devices import Device, with_figures
 from .replay import CALL_ERRORS, UNSAFE, replay_bytes, replayed_seconds
 from .timing import op_seconds
-from .trace import Signature, StepTrace, TensorSpec
+from .trace import FREE, OP, Signature, StepTrace, TensorSpec
 from .tracer import trace_steps
 from .workspaces import arguments_for, workspace
 
@@ -33,6 +33,7 @@ _MAX_COPIES = 16
 _LEAST_RUNS = 3
 _MOST_RUNS = 25
 _REPLAY_SHARE = 0.8  # of the free memory, which a replay of the step may take
+_FIGURE_S = 1.0  # for one figure of the device: some processors multiply bfloat16 a hundred times slower than float32
 _RUN_S = 0.02  # time for one operation, unless its least number of runs takes longer
 
 
@@ -76,7 +77,8 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
     Args:
         trace: The steps.
         device: The table's device of kind "cpu".
-        seconds: The most time that this takes. Operations that are not reached keep their predicted time.
+        seconds: The most time that this takes, besides some seconds for the first plan of a machine. Operations that
+            are not reached keep their predicted time.
         cache: A file that keeps measurements for later plans; None: nothing is kept.
 
     Raises:
@@ -85,11 +87,11 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
     """
     if device.kind != "cpu":
         raise ValueError(f"calibrate measures this machine's CPU, and the plan is for {device.name}: leave it out")
-    begin = time.monotonic()
-    deadline = begin + seconds
     kept = _read(cache)
     if "figures" not in kept:
         kept["figures"] = _figures()
+    begin = time.monotonic()
+    deadline = begin + seconds
     found = Calibration(figures=kept["figures"])
     measured: dict[str, list[float]] = kept.setdefault("ops", {})
     predicted = _predicted(trace, found.device(device))
@@ -240,18 +242,23 @@ def _call_seconds() -> float:
     ops = trace.last_step()
     for _ in range(5):
         step()
+    # So small kernels run on this thread alone, and to its time other programs add next to nothing. But a look at this
+    # clock may take a microsecond, which the replay counts at each call and at each release of memory.
+    clock = time.thread_time
+    look = _median(clock, runs=1000, clock=clock) / 2
+    looks = sum(1 for event in trace.events[trace.begin_of_last_step() :] if event.kind in (OP, FREE))
     rest = []
     for _ in range(5):
-        # So small kernels run on this thread alone, and to its time other programs add next to nothing.
-        whole = _median(step, runs=40, clock=time.thread_time)
-        of_call = replayed_seconds(trace, math.inf, time.thread_time)
-        rest.append(whole - sum(of_call.get(op.signature, 0.0) for op in ops))
+        whole = _median(step, runs=40, clock=clock)
+        of_call = replayed_seconds(trace, math.inf, clock)
+        rest.append(whole - sum(of_call.get(op.signature, 0.0) for op in ops) + looks * look)
     return max(0.0, statistics.median(rest)) / len(ops)
 
 
 def _median(call: Any, runs: int = 15, clock: Callable[[], float] = time.perf_counter) -> float:
-    times = []
-    for _ in range(runs):
+    """Returns the median seconds of some calls, or of fewer if they take long."""
+    times: list[float] = []
+    while len(times) < runs and sum(times) < _FIGURE_S:
         begin = clock()
         call()
         times.append(clock() - begin)

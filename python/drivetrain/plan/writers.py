@@ -37,6 +37,7 @@ _NATIVE_WRITERS = (
     ("pyarrow.parquet", "ParquetWriter", 0, "where"),
     ("safetensors.numpy", "save_file", 1, "filename"),
     ("lmdb", "open", 0, "path"),
+    ("numpy", "savetxt", 0, "fname"),
 )
 _CHANGING = os.O_RDWR | os.O_CREAT
 

@@ -95,6 +95,19 @@ except ConnectionRefusedError:
     pass
 train(lambda step: None)
 """,
+    "processes": """
+import multiprocessing, torch.multiprocessing
+for method in ("spawn", "forkserver"):
+    try:
+        torch.multiprocessing.get_context(method).Process(target=os.mkdir, args=("made",)).start()
+        raise AssertionError("started")
+    except PermissionError as error:
+        assert "a planned script changes nothing" in str(error)
+forked = multiprocessing.get_context("fork").Process(target=os.mkdir, args=("made",))
+forked.start(), forked.join()
+assert forked.exitcode == 0
+train(lambda step: None)
+""",
     "database": """
 data = sqlite3.connect("runs.db"); data.execute("create table t (a)"); data.commit()
 with tempfile.TemporaryDirectory() as folder:

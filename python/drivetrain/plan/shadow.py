@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import multiprocessing.util
 import os
 import shutil
 import socket
@@ -63,6 +64,8 @@ class Shadow:
         self._undo.callback(rebind(replaced))
         self._undo.callback(setattr, subprocess.Popen, "__init__", subprocess.Popen.__init__)
         subprocess.Popen.__init__ = self._popen_init(subprocess.Popen.__init__)  # type: ignore[method-assign]
+        self._undo.callback(setattr, multiprocessing.util, "spawnv_passfds", multiprocessing.util.spawnv_passfds)
+        multiprocessing.util.spawnv_passfds = self._spawn(multiprocessing.util.spawnv_passfds)
         self._undo.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
         sys.dont_write_bytecode = True
         self._is_active = True
@@ -233,6 +236,16 @@ class Shadow:
             popen.args = signature.bind(popen, *args, **kwargs).arguments["args"]
 
         return init
+
+    def _spawn(self, plain: Callable[..., int]) -> Callable[..., int]:
+        """Refuses processes of multiprocessing that are no forks: in them, nothing would stand in for anything."""
+
+        def spawn(path: Any, args: Any, passfds: Any) -> int:
+            if not self._is_lifted() and not any("resource_tracker" in _text(arg) for arg in args):
+                self._refuse("starts a process of multiprocessing by another method than fork")
+            return plain(path, args, passfds)
+
+        return spawn
 
     def _connect(self, _: object, address: object, *__: object) -> None:
         if _is_path(address) and self.overlay.is_inside(_text(address)):

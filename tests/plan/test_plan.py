@@ -448,7 +448,8 @@ def test_wrong_facts_of_a_run_are_named(arguments: dict[str, Any], message: str)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS, drivetrain.optim.SGD])
 def test_a_closure_runs_forward_and_backward(optimizer: Any) -> None:
     model = nn.Linear(4, 4)
-    stepping = optimizer(model.parameters(), lr=0.1)
+    few = {"max_iter": 3, "history_size": 2} if optimizer is torch.optim.LBFGS else {}
+    stepping = optimizer(model.parameters(), lr=0.1, **few)
 
     def closure() -> torch.Tensor:
         stepping.zero_grad()

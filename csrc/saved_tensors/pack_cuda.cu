@@ -2,8 +2,8 @@
 //
 // The memory traffic is 1.125 bytes per bool. A conversion moves each element in both formats, such as 3 bytes from
 // bfloat16 to 8-bit codes. A scale takes 4 bytes per 256 elements. To hide latency, a thread has several loads in
-// flight: 64 bytes for bools, and kRowsAtOnce rows of 256 elements (8 per thread) for conversions. A warp owns the blocks
-// of 8-bit codes that it writes.
+// flight: 64 bytes for bools, and kRowsAtOnce rows of 256 elements (8 per thread) for conversions. A warp owns the
+// blocks of 8-bit codes that it writes.
 #include "base/check.h"
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("plan", "")]
-from test_strangers_scripts import CASES, filled  # noqa: E402  # found on that path
+from test_strangers_scripts import CASES, filled  # type: ignore[import-not-found]  # noqa: E402  # found there
 
 _GATE = 0.15  # of the measured step
 _HEAD = """

@@ -268,3 +268,31 @@ def test_a_measured_script_is_ended_in_time(tmp_path: Path) -> None:
     code = "from drivetrain.plan.script import measure_script; measure_script('train.py', period=1, seconds=2.0)"
     done = subprocess.run([warm_python(), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "PlanError: train.py has made 0 optimizer steps in 2 s, too few to measure an iteration" in done.stderr
+
+
+def test_a_measured_script_gets_the_planned_batch_on_the_cpu(tmp_path: Path) -> None:
+    """A GPU of this machine must not make the iterations of a plan for the CPU faster."""
+    pytest.importorskip("torchdata")
+    (tmp_path / "train.py").write_text("""
+import os
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+assert not torch.cuda.is_available() and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+model = nn.Linear(20, 20)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for kind in (DataLoader, StatefulDataLoader):
+    for (x,) in kind(TensorDataset(torch.randn(20, 20)), batch_size=2):
+        assert x.shape == (5, 20), x.shape
+        model(x).square().mean().backward()
+        optimizer.step()
+""")
+    code = "from drivetrain.plan.script import measure_script; print(measure_script('train.py', period=1, batch=5))"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run(
+        [warm_python(), "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0

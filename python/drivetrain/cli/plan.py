@@ -142,13 +142,13 @@ def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
     )
     calibration = None
     if args.calibrate:
-        step_s = _measured(trace, device, args) if measures else None
+        step_s = _iteration_s(trace, device, args) if measures else None
         alone = Plan.of(trace, device, Options()).calibrated()
         calibration = (alone if step_s is None else alone.refine(step_s)).calibration
     return Plan.of(trace, device, options, batch=trace.samples or None, calibration=calibration, devices=args.devices)
 
 
-def _measured(trace: StepTrace, device: Device, args: argparse.Namespace) -> float | None:
+def _iteration_s(trace: StepTrace, device: Device, args: argparse.Namespace) -> float | None:
     """Returns the seconds of the script's iteration on real values; None, and a note why, if it cannot be measured."""
     from ..host_memory import host_memory
     from ..plan.options import Options

@@ -16,6 +16,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 from ..data.prefetch import Prefetcher, moved
 from .period import Period
 
+TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader"  # the module of its loader
+
 
 class InProcess(_SingleProcessDataLoaderIter):
     """Iterates over a DataLoader in this process. Data sets find themselves in the workers that the loader has.

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from ..main_script import load_script
 from . import machines, writers
-from .loaders import stand_in_for_torchdata, taking_batch
+from .loaders import TORCHDATA, stand_in_for_torchdata, taking_batch
 from .options import formatted
 from .period import Enough, Period
 from .shadow import Shadow
@@ -178,11 +178,7 @@ def _traced(
     tracer.begin_step()
     shadow = Shadow(folder)
     try:
-        others = {
-            "torchdata.stateful_dataloader.stateful_dataloader": stand_in_for_torchdata(
-                period, lambda plain: taking_batch(plain, size.size, size.take)
-            )
-        }
+        others = {TORCHDATA: stand_in_for_torchdata(period, lambda plain: taking_batch(plain, size.size, size.take))}
         with (
             shadow,
             writers.stand_ins(shadow, others),
@@ -244,8 +240,12 @@ def _measured(
     def end(*_: object) -> None:
         raise Enough
 
-    plain = DataLoader.__init__
-    DataLoader.__init__ = taking_batch(plain, batch, lambda: None)  # type: ignore[method-assign]
+    def give_batch(loader: Any) -> None:
+        loader.__init__ = taking_batch(loader.__init__, batch, lambda: None)
+
+    give_batch(DataLoader)
+    others = {TORCHDATA: lambda module: give_batch(module.StatefulDataLoader)}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is of the CPU
     register_optimizer_step_post_hook(stepped)
     multiprocessing.util.get_temp_dir = lambda: folder  # for sockets of loaders' workers
     shadow = Shadow(folder)
@@ -255,7 +255,7 @@ def _measured(
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        with shadow, writers.stand_ins(shadow, {}):
+        with shadow, writers.stand_ins(shadow, others):
             exec(code, main.__dict__)
     except (Enough, SystemExit):
         pass

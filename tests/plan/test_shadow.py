@@ -74,7 +74,7 @@ train(lambda step: None)
 """,
     "numpy": """
 np.save("array.npy", np.ones(3)), np.savez("many.npz", a=np.ones(2)), np.savetxt("table.csv", np.ones(3))
-assert np.load("array.npy").sum() == 3
+assert np.load("array.npy").sum() == np.loadtxt("table.csv").sum() == np.genfromtxt("table.csv").sum() == 3
 mapped = np.memmap("data.bin", dtype=np.uint8, mode="r+"); mapped[:] = 7; mapped.flush()
 train(lambda step: None)
 """,

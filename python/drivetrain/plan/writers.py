@@ -39,6 +39,7 @@ _NATIVE_WRITERS = (
     ("lmdb", "open", 0, "path"),
     ("numpy", "savetxt", 0, "fname"),
 )
+_READERS = (("numpy", "loadtxt", 0, "fname"), ("numpy", "genfromtxt", 0, "fname"))  # which keep a built-in open
 _CHANGING = os.O_RDWR | os.O_CREAT
 
 
@@ -62,7 +63,7 @@ def stand_ins(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]
         torch.from_file: _mapped(shadow, torch.from_file),
     }
     by_module = {name: [function] for name, function in others.items()}
-    for module, name, position, argument in _NATIVE_WRITERS:
+    for module, name, position, argument in (*_NATIVE_WRITERS, *_READERS):
         by_module.setdefault(module, []).append(functools.partial(_redirect, shadow, name, position, argument))
     by_module.setdefault("safetensors.torch", []).append(saver.stand_in_for_safetensors)
     by_module.setdefault("sqlite3", []).append(functools.partial(_redirect, shadow, "connect", 0, "database"))
@@ -257,7 +258,8 @@ def _redirect(shadow: Shadow, name: str, position: int, argument: str, module: M
         given = args[position] if len(args) > position else kwargs.get(argument)
         mode = kwargs.get("mode", args[position + 1] if len(args) > position + 1 else "r")
         if _is_file_name(given):
-            reads = last == "__init__" and mode == "r" and argument == "name"  # of h5py
+            is_h5py = last == "__init__" and argument == "name"
+            reads = (is_h5py and mode == "r") or any(last == reader for _, reader, *_ in _READERS)
             place = shadow.read_place(given) if reads else shadow.place(given, _CHANGING)
             if len(args) > position:
                 args = (*args[:position], place, *args[position + 1 :])

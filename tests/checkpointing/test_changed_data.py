@@ -28,21 +28,26 @@ Loop = Callable[[Any, Any, int], Iterator[Any]]
 
 
 class Buckets:
-    """Batches in a random order, from a generator of its own that draws at the begin or with each batch."""
+    """Batches in a random order, whose generator draws for `iter()`, at the first batch, or with each batch."""
 
-    def __init__(self, kind: str, is_lazy: bool) -> None:
+    def __init__(self, kind: str, draws: str) -> None:
         self.inner = {"deep": make_generator(kind)}
-        self.is_lazy = is_lazy
+        self.draws = draws
 
     def __len__(self) -> int:
         return LENGTH // 2
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.draws == "at iter()":
+            return iter([[2 * one, 2 * one + 1] for one in drawn_order(self.inner["deep"], LENGTH // 2)])
+        return self.drawn_later()
+
+    def drawn_later(self) -> Iterator[list[int]]:
         left = list(range(LENGTH // 2))
-        if not self.is_lazy:
+        if self.draws == "first":
             left = [left[at] for at in drawn_order(self.inner["deep"], len(left))]
         while left:
-            at = drawn_order(self.inner["deep"], len(left))[0] if self.is_lazy else 0
+            at = drawn_order(self.inner["deep"], len(left))[0] if self.draws == "each" else 0
             one = left.pop(at)
             yield [2 * one, 2 * one + 1]
 
@@ -53,13 +58,15 @@ def make_generator(kind: str) -> Any:
         "python": lambda: random.Random(3),
         "numpy": lambda: np.random.default_rng(3),
         "numpy state": lambda: np.random.RandomState(3),
+        "torch's global": lambda: None,
+        "python's global": lambda: random,
     }[kind]()
 
 
 def drawn_order(generator: Any, count: int) -> list[int]:
-    if isinstance(generator, torch.Generator):
+    if generator is None or isinstance(generator, torch.Generator):
         return torch.randperm(count, generator=generator).tolist()
-    if isinstance(generator, random.Random):
+    if generator is random or isinstance(generator, random.Random):
         return generator.sample(range(count), count)
     return [int(one) for one in generator.permutation(count)]
 
@@ -115,17 +122,38 @@ def resumable(size: int = 2, length: int = LENGTH, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
-@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "numpy state"])
-def test_samplers_with_generators_of_their_own(kind: str, is_lazy: bool, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("draws", ["at iter()", "first", "each"])
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "numpy state", "torch's global", "python's global"])
+def test_samplers_that_draw_by_themselves(kind: str, draws: str, workers: int, tmp_path: Path) -> None:
     def make() -> Any:
         options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        return DataLoader(range(LENGTH), batch_sampler=Buckets(kind, is_lazy), **options)  # type: ignore[arg-type]
+        return DataLoader(range(LENGTH), batch_sampler=Buckets(kind, draws), **options)  # type: ignore[arg-type]
 
     whole = seen_batches(tmp_path / "whole", make, plain_loop)
     for stop in (8,) if workers else (4, 6, 8, 15):
         folder = tmp_path / str(stop)
         assert seen_batches(folder, make, plain_loop, stop) + seen_batches(folder, make, plain_loop) == whole, stop
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
+@pytest.mark.parametrize("draws", ["at iter()", "first"])
+@pytest.mark.parametrize("kind", ["python", "torch's global"])
+def test_samplers_that_draw_by_themselves_at_another_number_of_workers(
+    kind: str, draws: str, before: int, after: int, tmp_path: Path
+) -> None:
+    """DataLoader calls `iter()` of a sampler once without workers, and twice with some."""
+
+    def make(workers: int) -> Callable[[], Any]:
+        options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        return lambda: DataLoader(range(LENGTH), batch_sampler=Buckets(kind, draws), **options)  # type: ignore[arg-type]
+
+    whole = seen_batches(tmp_path / "whole", make(before), plain_loop)
+    for stop in (1, 2, 5, 8):
+        folder = tmp_path / str(stop)
+        begun = seen_batches(folder, make(before), plain_loop, stop)
+        epoch = begun[-1][0]
+        found = begun + [one for one in seen_batches(folder, make(after), plain_loop) if one[0] == epoch]
+        assert found == [one for one in whole if one[0] <= epoch], stop
 
 
 @pytest.mark.parametrize("make", [shuffled, resumable], ids=["shuffled", "resumable"])
@@ -272,13 +300,31 @@ def prologue_loop(ckpt: Any, loader: Any, epoch: int) -> Iterator[Any]:
         ckpt.step()
 
 
+def drawing_loop(ckpt: Any, loader: Any, epoch: int) -> Iterator[Any]:
+    for batch in loader:
+        yield batch + random.randrange(LENGTH)
+        ckpt.step()
+
+
+def test_a_sampler_without_workers_may_draw_each_batch_as_the_script_does(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(range(LENGTH), batch_sampler=PerBatch())  # type: ignore[arg-type]
+
+    whole = seen_batches(tmp_path / "whole", make, drawing_loop)
+    for stop in (1, 3, 6, 8):
+        folder = tmp_path / str(stop)
+        found = seen_batches(folder, make, drawing_loop, stop) + seen_batches(folder, make, drawing_loop)
+        assert found == whole, stop
+
+
 def test_what_the_documentation_says_is_not_seen(tmp_path: Path) -> None:
     """The table of docs/checkpoints.md names these."""
 
     def drawn_per_batch() -> Any:
-        return DataLoader(range(LENGTH), batch_sampler=PerBatch())  # type: ignore[arg-type]
+        options: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+        return DataLoader(range(LENGTH), batch_sampler=PerBatch(), **options)  # type: ignore[arg-type]
 
-    for make, loop in ((drawn_per_batch, plain_loop), (shuffled, prologue_loop)):
+    for make, loop in ((drawn_per_batch, drawing_loop), (shuffled, prologue_loop)):
         whole = seen_batches(tmp_path / f"{loop.__name__}-whole", make, loop)
         folder = tmp_path / loop.__name__
         found = seen_batches(folder, make, loop, 3) + seen_batches(folder, make, loop)

@@ -18,7 +18,7 @@ TESTS = {
         "test_values: test_a_generator_spawns_the_children_that_it_would_have_spawned"
     ),
     "a sampler with its own generator, drawn at the begin or per batch": (
-        "test_changed_data: test_samplers_with_generators_of_their_own"
+        "test_changed_data: test_samplers_that_draw_by_themselves"
     ),
     "a second pass over the loader within an epoch": (
         "test_changed_data: test_iterations_without_a_step_are_no_epochs"
@@ -89,7 +89,7 @@ TESTS = {
     "a copied directory that is continued twice without remotes": (
         "test_identity: test_what_the_documentation_says_is_not_seen"
     ),
-    "a sampler that draws from the default generators with each batch": (
+    "a sampler that draws from the default generators with each batch, with workers": (
         "test_changed_data: test_what_the_documentation_says_is_not_seen"
     ),
     "changed contents of a dataset of equal length": "test_changed_data: test_what_the_documentation_says_is_not_seen",

@@ -327,7 +327,7 @@ class _MapStyleLoader(_Counted):
 
     def state(self) -> Any:
         epoch = getattr(self._sampler, "epoch", None)
-        common = super().state() | {"sampler_epoch": epoch}
+        common = super().state() | {"sampler_epoch": epoch, "asks": self._asks()}
         if epoch != self._begun_epoch:  # set_epoch() was called since; the next iteration draws its own seeds.
             common["start"] = None
         batches = 0 if self._resumed is not None else self.batches  # A restored position waits for the first step.
@@ -386,20 +386,28 @@ class _MapStyleLoader(_Counted):
     def _iterate_from(self, state: Any) -> Iterator[Any]:
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         original = getattr(self._loader, name)
-        # An iteration over running workers drew no seed for them before its sampler drew. One without workers asked its
-        # sampler at the first fetch.
+        # An iteration over running workers drew no seed for them before its sampler drew. One without workers took its
+        # first element at the first fetch. A ResumableSampler gives up its position for the first `iter()`.
         then = self._start if self._is_reuse else self._first
         before = None if then is None else functools.partial(self._set_streams, then)
-        skipping = Skipping(original, state.get("batches", 0), before)
+        count, asks, asked = state.get("batches", 0), self._asks(), state.get("asks", self._asks())
+        early, late = min(asks, asked), max(0, asked - asks)
+        if self._is_reuse or self._resumable is not None:
+            early, late = 0, 1
+        skipping = Skipping(original, count, before, early, late)
         # DataLoader refuses to replace its sampler, because an iteration in progress would not see it. None is.
         object.__setattr__(self._loader, name, skipping)
         try:
             iterator = self._iterate()
-            if then is not None or self._loader.num_workers or "first" not in state:
+            if count or (late and (then is not None or asked > 1 or "first" not in state)):
                 skipping.prime()
         finally:
             object.__setattr__(self._loader, name, original)
         return iterator
+
+    def _asks(self) -> int:
+        """Returns how often DataLoader calls `iter()` of its sampler for a new iteration."""
+        return 2 if self._loader.num_workers else 1
 
     def _own_generators(self) -> list[Any]:
         return rng.generators_of(

@@ -9,18 +9,32 @@ END, _TAKEN = object(), object()
 class Skipping:
     """A sampler whose first used iteration leaves out the first `count` elements.
 
-    DataLoader with workers makes an iterator that it drops. So one begins with its first element, or with `prime`, and
-    calls `before` then.
+    DataLoader with workers makes an iterator that it drops. So an iteration is used from its first element on, or from
+    `prime`, and calls `before` then.
+
+    Args:
+        sampler: Some draw random numbers for `iter()`, others for their first element or for each.
+        count: Number of elements to leave out.
+        before: Called before the first element is taken.
+        early: Number of the iterations that ask the sampler at once. A further one uses the iterator of the last.
+        late: Number of times that the used iteration asks the sampler after `before`.
     """
 
-    def __init__(self, sampler: Iterable[Any], count: int, before: Callable[[], None] | None) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], count: int, before: Callable[[], None] | None, early: int, late: int
+    ) -> None:
         self._sampler, self._count, self._before = sampler, count, before
+        self._early, self._late = early, late
+        self._elements: Iterator[Any] = iter(())
         self._has_begun = False
         self._last: _Skipped | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self._has_begun:
             return iter(self._sampler)
+        if self._early:
+            self._early -= 1
+            self._elements = iter(self._sampler)
         self._last = _Skipped(self)
         return self._last
 
@@ -32,15 +46,16 @@ class Skipping:
         self._has_begun = True
         if self._before is not None:
             self._before()
-        elements = iter(self._sampler)
+        for _ in range(self._late):
+            self._elements = iter(self._sampler)
         for _ in range(self._count):
-            next(elements, None)
-        return elements
+            next(self._elements, None)
+        return self._elements
 
     def prime(self) -> None:
-        """Begins now, so that the sampler draws its random numbers now."""
+        """Begins now, so that the sampler draws its random numbers now. One that was asked early has drawn them."""
         if self._last is not None:
-            self._last.prime()
+            self._last.prime(takes_one=self._late > 0)
 
 
 class _Skipped:
@@ -52,10 +67,11 @@ class _Skipped:
     def __iter__(self) -> "_Skipped":
         return self
 
-    def prime(self) -> Iterator[Any]:
+    def prime(self, takes_one: bool = False) -> Iterator[Any]:
         if self._elements is None:
             self._elements = self._skipping.begin()
-            self._first = next(self._elements, END)
+            if takes_one:
+                self._first = next(self._elements, END)
         return self._elements
 
     def __next__(self) -> Any:

@@ -1,8 +1,8 @@
 """Checks the sizes that keep the sources readable; `make lint` runs it.
 
 No file outside tests/ has more than 500 lines, and their median is below 150. No class has more than 25 public methods.
-The folders of csrc/ do not include each other in a circle, and those of python/drivetrain do not import each other in
-one. No two classes of python/drivetrain share a name.
+The folders of csrc/ do not include each other in a circle, and neither folders nor files of python/drivetrain import
+each other in one. No two classes of python/drivetrain share a name.
 """
 
 import argparse
@@ -147,6 +147,31 @@ def imported_folders(root: Path, files: list[Path]) -> dict[str, set[str]]:
     return graph
 
 
+def imported_files(root: Path, files: list[Path]) -> dict[str, set[str]]:
+    """Returns, for each file of the package, the other files that it imports, also within functions.
+
+    The package's own __init__.py does not count as imported: every file may take the native module from it.
+    """
+    modules = {file for file in files if file.is_relative_to(PACKAGE) and file.suffix == ".py"}
+    graph: dict[str, set[str]] = {}
+    for file in sorted(modules):
+        edges = graph.setdefault(str(file), set())
+        for found in imports_at_run_time(ast.parse((root / file).read_text())):
+            path = found.module.split(".") if found.module else []
+            base = file.parents[found.level - 1] if found.level else PACKAGE.parent
+            module = base.joinpath(*path)
+            for alias in found.names:
+                for target in (module / f"{alias.name}.py", module / alias.name / "__init__.py"):
+                    if target in modules:
+                        edges.add(str(target))
+                        break
+                else:
+                    targets = {module.with_suffix(".py"), module / "__init__.py"} & modules
+                    edges |= {str(one) for one in targets if one != PACKAGE / "__init__.py"}
+        edges.discard(str(file))
+    return graph
+
+
 def duplicate_findings(root: Path, files: list[Path]) -> Iterator[str]:
     """Yields one line of text per name that several classes of the package have."""
     places: dict[str, list[str]] = {}
@@ -160,19 +185,19 @@ def duplicate_findings(root: Path, files: list[Path]) -> Iterator[str]:
 
 
 def circle_findings(graph: dict[str, set[str]], top: str = "csrc", verb: str = "includes") -> Iterator[str]:
-    """Yields one line of text per circle of folders, found by depth-first search."""
+    """Yields one line of text per circle of folders or files, found by depth-first search."""
     done: set[str] = set()
 
-    def visit(folder: str, path: tuple[str, ...]) -> Iterator[str]:
-        if folder in path:
-            yield f"{top}: {f' {verb} '.join((*path[path.index(folder) :], folder))}: break the circle"
-        elif folder not in done:
-            for other in sorted(graph.get(folder, ())):
-                yield from visit(other, (*path, folder))
-            done.add(folder)
+    def visit(one: str, path: tuple[str, ...]) -> Iterator[str]:
+        if one in path:
+            yield f"{top}: {f' {verb} '.join((*path[path.index(one) :], one))}: break the circle"
+        elif one not in done:
+            for other in sorted(graph.get(one, ())):
+                yield from visit(other, (*path, one))
+            done.add(one)
 
-    for folder in sorted(graph):
-        yield from visit(folder, ())
+    for one in sorted(graph):
+        yield from visit(one, ())
 
 
 def main() -> int:
@@ -185,6 +210,7 @@ def main() -> int:
         *class_findings(root, files),
         *circle_findings(included_folders(root, files)),
         *circle_findings(imported_folders(root, files), str(PACKAGE), "imports"),
+        *circle_findings(imported_files(root, files), str(PACKAGE), "imports"),
         *duplicate_findings(root, files),
     ]
     for finding in findings:

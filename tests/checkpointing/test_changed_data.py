@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.loader import position_of
+from drivetrain.checkpointing.data_position import position_of
 from drivetrain.checkpointing.restore import warn_of_differences
 from drivetrain.data import ResumableSampler
 

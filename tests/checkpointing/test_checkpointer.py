@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain.checkpointing import Checkpointer, CheckpointError, Encryption
+from drivetrain.checkpointing.data_position import position_of
 from drivetrain.checkpointing.load import complete_checkpoints
-from drivetrain.checkpointing.loader import position_of
 from drivetrain.checkpointing.state import split
 from drivetrain.data import ResumableSampler
 from resumed_training import newest

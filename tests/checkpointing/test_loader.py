@@ -15,8 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from drivetrain.checkpointing import rng
+from drivetrain.checkpointing.data_position import position_of
 from drivetrain.checkpointing.encoding import Encoder, decode
-from drivetrain.checkpointing.loader import position_of
 from drivetrain.checkpointing.preemption import Notices
 from drivetrain.data import ResumableSampler
 

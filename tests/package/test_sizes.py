@@ -90,6 +90,27 @@ def test_circles_of_imports_are_found(sizes, tmp_path: Path) -> None:  # type: i
     ]
 
 
+def test_circles_of_files_are_found(sizes, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root = checkout(
+        tmp_path,
+        python__drivetrain__ddp__b_py="from .. import _C\nfrom . import e\nif TYPE_CHECKING:\n  from .g import G",
+        python__drivetrain__ddp__e_py="def f():\n  from drivetrain.ddp.g import G",
+        python__drivetrain__ddp__g_py="from . import B, e\nimport torch",
+    )
+    (root / "python/drivetrain/__init__.py").write_text("from .ddp.b import B")
+    (root / "python/drivetrain/ddp/__init__.py").write_text("from .b import B")
+    graph = sizes.imported_files(root, sizes.tracked_files(root))
+    package, ddp = "python/drivetrain", "python/drivetrain/ddp"
+    assert graph == {
+        f"{package}/__init__.py": {f"{ddp}/b.py"},
+        f"{ddp}/__init__.py": {f"{ddp}/b.py"},
+        f"{ddp}/b.py": {f"{ddp}/e.py"},
+        f"{ddp}/e.py": {f"{ddp}/g.py"},
+        f"{ddp}/g.py": {f"{ddp}/__init__.py", f"{ddp}/e.py"},
+    }
+    assert len(list(sizes.circle_findings(graph, package, "imports"))) == 2
+
+
 def test_classes_of_one_name_are_found(sizes, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     root = checkout(
         tmp_path,

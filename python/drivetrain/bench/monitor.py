@@ -8,90 +8,26 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from ..monitor import Monitor, read_events
 from .measure import Row, median_interval, small_collections
+from .monitor_training import STEPS, Training
 from .ranks import on_ranks
 from .traceml import traceml_row
 
-STEPS = 48  # of a timed block: the start of a monitor, which costs milliseconds once, must not be what it shows
 _PROFILED_ROUNDS = 3
 _ADDED_STEPS = 1000
 _PAIRS = 500
-_LOADING_S = 2e-3  # of a batch
 _TARGET_STEP_S = 0.020  # the overhead is a share of such a step
 _OVERHEAD, _ATTRIBUTED, _DIFFERENCE = 0.005, 0.97, 0.05
 _SLOWER, _NAMED_STEPS = 1.05, 50
 _NAMED_ROUNDS, _MOST_STEPS = 8, 400
 _RANGES = ("data", "forward", "backward", "optimizer")
-
-
-class _Decoder(nn.Module):
-    """A byte-level transformer of the shape of examples/gpt, smaller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(128, 256)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Returns logits of shape (batch, length, 256) for int64 tokens of shape (batch, length)."""
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        logits: Tensor = self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
-        return logits
-
-
-class Training:
-    """The training that is measured."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = _Decoder()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        self.tokens = torch.randint(256, (8, 129))
-
-    def batches(self, count: int) -> Iterator[Tensor]:
-        """Yields batches that take a while, as those of a loader do."""
-        for _ in range(count):
-            time.sleep(_LOADING_S)
-            yield self.tokens + 0
-
-    def step(self, tokens: Tensor) -> None:
-        """Makes one optimizer step."""
-        with record_function("bench:forward"):
-            logits = self.model(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        with record_function("bench:backward"):
-            loss.backward()
-        with record_function("bench:optimizer"):
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def loop(self, batches: Iterator[Any]) -> float:
-        """Runs all batches and returns the seconds."""
-        begin = time.perf_counter()
-        while True:
-            with record_function("bench:data"):
-                tokens = next(batches, None)
-            if tokens is None:
-                return time.perf_counter() - begin
-            self.step(tokens)
-
-    def monitored(self, folder: Path) -> tuple[float, Monitor]:
-        """Runs a monitored loop and returns its seconds without the entry and the exit of the block."""
-        to = [f"jsonl:{folder}/run.jsonl"]
-        with Monitor(self.model, self.optimizer, to=to, progress=False, flops=None) as monitor:
-            seconds = self.loop(iter(monitor(self.batches(STEPS))))
-        return seconds, monitor
 
 
 def run(threads: int = 2, rounds: int = 31) -> list[Row]:
@@ -163,6 +99,14 @@ def _alternate_steps(training: Training, folder: Path) -> tuple[list[float], lis
     return bare, watched
 
 
+def _monitored(training: Training, folder: Path) -> tuple[float, Monitor]:
+    """Runs a monitored loop and returns its seconds without the entry and the exit of the block."""
+    to = [f"jsonl:{folder}/run.jsonl"]
+    with Monitor(training.model, training.optimizer, to=to, progress=False, flops=None) as monitor:
+        seconds = training.loop(iter(monitor(training.batches(STEPS))))
+    return seconds, monitor
+
+
 def _blocks(training: Training, folder: Path, rounds: int) -> list[Row]:
     """Compares blocks of steps: neighbors of a second each, whose speed may differ by more than the monitor takes."""
 
@@ -172,7 +116,7 @@ def _blocks(training: Training, folder: Path, rounds: int) -> list[Row]:
 
     sides: dict[str, Callable[[], float]] = {
         "none": lambda: training.loop(training.batches(STEPS)),
-        "monitor": lambda: training.monitored(folder)[0],
+        "monitor": lambda: _monitored(training, folder)[0],
         "profiler": profiled,
     }
     seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -295,7 +239,7 @@ def _name_slow_rank() -> list[int]:
 
 def _account(training: Training, folder: Path) -> list[Row]:
     """Compares the monitor's account of the same steps with the host's clock and with torch.profiler's ranges."""
-    wall_s, monitor = training.monitored(folder)
+    wall_s, monitor = _monitored(training, folder)
     steps_s = _all_steps(folder / "run.jsonl")
     attributed = sum(sum(step.values()) for step in steps_s)
     share = Row("time of the loop that is attributed to phases", "%", 100.0, 100.0 * attributed / wall_s)
@@ -306,7 +250,7 @@ def _account(training: Training, folder: Path) -> list[Row]:
     named.ratio = named.ours / 100.0
     rows = [share, named]
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        training.monitored(folder)
+        _monitored(training, folder)
     seen = {event.key: event.cpu_time_total * 1e-6 for event in profiler.key_averages()}
     return rows + compare_with_profiler(_all_steps(folder / "run.jsonl"), seen)
 

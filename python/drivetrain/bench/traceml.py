@@ -56,7 +56,7 @@ def _measure(rounds: int) -> None:
 
     Its patches stay once it has begun, so that blocks of both kinds cannot alternate.
     """
-    from drivetrain.bench.monitor import STEPS, Training
+    from drivetrain.bench.monitor_training import STEPS, Training
 
     traceml: Any = importlib.import_module("traceml_ai")
     training = Training()

@@ -15,7 +15,7 @@ from torch import nn
 from .. import _C
 from ..byte_sizes import bytes_of
 from . import progress, table
-from .compiled import CompiledRegions
+from .compiled_regions import CompiledRegions
 from .copies import Copies
 from .host_link import HostLink, link_of
 from .plan import ChosenPolicy, choose

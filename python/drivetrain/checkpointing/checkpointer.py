@@ -18,12 +18,12 @@ from .. import phases
 from ..ddp.accumulate import Window
 from . import environment, survivors
 from .audit import AUDIT
+from .data_position import position_of
 from .encryption import Encryption
 from .errors import CheckpointError
 from .interval import Interval, seconds_of
 from .leaving import Company, named_wait, say_how_to_continue
 from .load import Checkpoint
-from .loader import position_of
 from .metadata import Source
 from .position import Position, Stateful
 from .preemption import Notices, Preempted

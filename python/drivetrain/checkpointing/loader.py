@@ -1,80 +1,22 @@
-"""Saves and restores the position in the training data, so that a loop continues with the next batch of the epoch."""
+"""Saves and restores the position in a DataLoader, so that a loop continues with the next batch of the epoch."""
 
 import functools
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
-from ..data import Prefetcher, ResumableSampler
+from ..data import ResumableSampler
 from . import rng
-from .position import Direct, Position, Several, Stateful
+from .position import Position
 from .skipping import END, Skipping
 from .workers import has_lost_workers
 
-_STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
-_KEY = "_drivetrain_position"  # an attribute of loaders that are counted
-_IN_USE = "data is used by another Checkpointer: leave its with block first"
+KEY = "_drivetrain_position"  # an attribute of loaders that are counted
+IN_USE = "data is used by another Checkpointer: leave its with block first"
 
 
-def position_of(data: Any) -> Position:
-    """Returns how to save the position in `data`, the argument of Checkpointer.
-
-    Raises:
-        TypeError: The position in `data` cannot be saved. The message says what to use.
-    """
-    if data is None:
-        return Position()
-    if isinstance(data, Prefetcher):
-        if not getattr(data.loader, "num_workers", 1):
-            raise TypeError(
-                "data prefetches from a DataLoader with num_workers=0, whose dataset draws random numbers from the "
-                "training's generators too early: give the DataLoader num_workers=1 or more"
-            )
-        if isinstance(data.loader, Stateful):
-            raise TypeError(
-                f"data prefetches from a {type(data.loader).__name__}, whose state counts the batches loaded ahead: "
-                "prefetch from a DataLoader with drivetrain.data.ResumableSampler, or pass the loader without prefetch"
-            )
-        return position_of(data.loader)
-    if isinstance(data, list | tuple):
-        return Several([position_of(one) for one in data])
-    if isinstance(data, ResumableSampler):
-        raise TypeError("data is a ResumableSampler, expected its DataLoader, which knows what the training consumed")
-    if isinstance(data, DataLoader):
-        if hasattr(data, _KEY):
-            raise RuntimeError(_IN_USE)
-        if data.num_workers > 0 and not data.in_order:
-            raise TypeError(
-                "data has in_order=False, with which batches come in an order that no restart repeats: pass "
-                "in_order=True to the DataLoader, or num_workers=0"
-            )
-        if hasattr(data, "base_dataloader"):  # It has a state_dict() that does not restore the order of a shuffle.
-            from .prepared import position_of_prepared
-
-            return position_of_prepared(data)
-        if isinstance(data, Stateful):
-            return _StatefulLoader(data)
-        if isinstance(data.dataset, IterableDataset):
-            raise TypeError(
-                f"data is a DataLoader over the IterableDataset {type(data.dataset).__name__}, whose position it "
-                f"cannot tell: use {_STATEFUL}, and give the dataset state_dict() and load_state_dict()"
-            )
-        if type(data).__iter__ is not DataLoader.__iter__:
-            raise TypeError(
-                f"data is a {type(data).__name__}, which iterates in a way of its own and may fetch ahead: pass a "
-                f"DataLoader or {_STATEFUL}"
-            )
-        return _MapStyleLoader(data)
-    if isinstance(data, Stateful):
-        return Direct(data)
-    raise TypeError(
-        f"data is a {type(data).__name__}, expected a DataLoader, {_STATEFUL}, or an object with state_dict() and "
-        "load_state_dict()"
-    )
-
-
-class _Counted(Position):
+class Counted(Position):
     """Counts the batches that a loop takes from a DataLoader.
 
     A `for` loop looks `__iter__` up in the class, so the loader gets a subclass of its class for the time of counting.
@@ -108,19 +50,19 @@ class _Counted(Position):
         return max(0, self._count + self._is_next)
 
     def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
-        if hasattr(self._loader, _KEY):
-            raise RuntimeError(_IN_USE)
+        if hasattr(self._loader, KEY):
+            raise RuntimeError(IN_USE)
         self._is_noticed = is_noticed
         self._has_begun = False
         self._class = type(self._loader)
-        members = {"__iter__": lambda loader: getattr(loader, _KEY).begin(), "__module__": self._class.__module__}
-        setattr(self._loader, _KEY, self)
+        members = {"__iter__": lambda loader: getattr(loader, KEY).begin(), "__module__": self._class.__module__}
+        setattr(self._loader, KEY, self)
         self._loader.__class__ = type(self._class.__name__, (self._class,), members)
 
     def close(self) -> None:
         if self._class is not None:
             self._loader.__class__ = self._class
-            delattr(self._loader, _KEY)
+            delattr(self._loader, KEY)
             self._class = None
 
     def begin(self) -> Iterator[Any]:
@@ -258,9 +200,9 @@ class _Counted(Position):
     def _iterate_from(self, state: Any) -> Iterator[Any]:
         return self._iterate()
 
-    def _hand_out(self, batches: Iterator[Any], state: Any) -> "_CountedBatches":
+    def _hand_out(self, batches: Iterator[Any], state: Any) -> "CountedBatches":
         """Returns what counts the batches of an iteration; `state` is that with which it continues, or None."""
-        return _CountedBatches(batches, self)
+        return CountedBatches(batches, self)
 
     def _is_persistent(self) -> bool:
         return self._loader.persistent_workers and self._loader.num_workers > 0
@@ -277,7 +219,7 @@ class _Counted(Position):
         rng.restore_host(state)
 
 
-class _StatefulLoader(_Counted):
+class StatefulLoader(Counted):
     """A loader that saves its own position, such as torchdata's."""
 
     def state(self) -> Any:
@@ -307,7 +249,7 @@ class _StatefulLoader(_Counted):
         self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
 
-class _MapStyleLoader(_Counted):
+class MapStyleLoader(Counted):
     """A plain DataLoader over a map-style dataset.
 
     With a ResumableSampler the position is restored at once. Any other sampler is asked for the indices of the epoch
@@ -415,14 +357,14 @@ class _MapStyleLoader(_Counted):
         )
 
 
-class _CountedBatches:
+class CountedBatches:
     """Iterates over a loader's batches and counts those that it hands out."""
 
-    def __init__(self, batches: Iterator[Any], counted: _Counted) -> None:
+    def __init__(self, batches: Iterator[Any], counted: Counted) -> None:
         self._batches, self._counted = batches, counted
         self._fetched = 0
 
-    def __iter__(self) -> "_CountedBatches":
+    def __iter__(self) -> "CountedBatches":
         return self
 
     def __next__(self) -> Any:
@@ -450,7 +392,7 @@ class _CountedBatches:
         self._fetched += 1
         return batch
 
-    def apart(self) -> tuple[Iterator[Any], "_CountedBatches"]:
+    def apart(self) -> tuple[Iterator[Any], "CountedBatches"]:
         """Returns the iterator without counting, and what counts, for data.prefetch, which takes batches ahead.
 
         The caller calls `begin_fetch` before the training fetches a batch, and `count` or `end_epoch` after it.

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from . import rng
-from .loader import _CountedBatches, _MapStyleLoader
+from .loader import CountedBatches, MapStyleLoader
 from .position import Position
 
 
@@ -29,7 +29,7 @@ def position_of_prepared(data: Any) -> Position:
     return _Prepared(data)
 
 
-class _Prepared(_MapStyleLoader):
+class _Prepared(MapStyleLoader):
     """A DataLoaderShard, which yields a batch once it has fetched the next one from the loader that it wraps.
 
     The wrapped loader is counted. All batches that it has handed out but the last one were trained on. That one is
@@ -73,7 +73,7 @@ class _Prepared(_MapStyleLoader):
         self._iteration = self._shard.iteration
         return super().begin()
 
-    def _hand_out(self, batches: Iterator[Any], state: Any) -> _CountedBatches:
+    def _hand_out(self, batches: Iterator[Any], state: Any) -> CountedBatches:
         return _Ahead(batches, self, state["before"] if state else None)
 
     def _own_generators(self) -> list[Any]:
@@ -83,7 +83,7 @@ class _Prepared(_MapStyleLoader):
         return list({id(one): one for one in found if one is not None}.values())
 
 
-class _Ahead(_CountedBatches):
+class _Ahead(CountedBatches):
     """Fetches the first batch with given random states, and remembers those before each later fetch."""
 
     def __init__(self, batches: Iterator[Any], counted: _Prepared, first: Any) -> None:

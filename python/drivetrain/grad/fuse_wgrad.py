@@ -1,19 +1,8 @@
-"""Linear layers whose backward adds the weight gradient directly to the gradient buffer."""
+"""Replaces linear layers by ones whose backward adds the weight gradient directly to the gradient buffer."""
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .. import _C
-
-
-class Linear(nn.Linear):
-    """torch.nn.Linear after fuse_wgrad()."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Computes the layer as torch does."""
-        if is_plain(input):
-            return _C.fused_linear(input, self.weight, self.bias, is_conv1d=False)
-        return super().forward(input)
+from .fused_linear import Linear
 
 
 def fuse_wgrad(model: nn.Module) -> None:
@@ -61,13 +50,8 @@ def _fused(layer: type) -> type | None:
     if layer in (nn.Linear, Linear):
         return Linear
     # Avoids importing transformers, which takes long, for models that do not use it.
-    if layer.__name__ == "Conv1D" and layer.__module__ in ("transformers.pytorch_utils", f"{__name__}_conv1d"):
-        from .fuse_wgrad_conv1d import Conv1D
+    if layer.__name__ == "Conv1D" and layer.__module__ in ("transformers.pytorch_utils", f"{__package__}.fused_conv1d"):
+        from .fused_conv1d import Conv1D
 
         return Conv1D
     return None
-
-
-def is_plain(input: Tensor) -> bool:
-    """Returns whether the input is a plain tensor, neither traced nor a subclass."""
-    return type(input) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()

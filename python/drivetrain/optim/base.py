@@ -11,7 +11,7 @@ from .. import _C
 from . import pieces, precision
 from .arguments import check_max_grad_norm
 from .engine import Engine
-from .in_backward import StepInBackward
+from .in_backward import StepInBackward, step_in_backward
 from .kept import NAME, Kept, extra, kept_of, option, stands_for_torchs
 from .report import Report, report_of
 
@@ -188,7 +188,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: step_in_backward() is active already, or a DistributedDataParallel outside the model reduces
                 some of the parameters. If that wraps them later, backward raises.
         """
-        return Engine(self).step_in_backward(model, clip_by_previous_norm, bucket_cap_mb)
+        return step_in_backward(self, model, clip_by_previous_norm, bucket_cap_mb)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does, and rejects the options that the constructor rejects.

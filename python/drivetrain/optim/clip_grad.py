@@ -7,9 +7,11 @@ from torch import Tensor
 
 from .. import _C
 from . import deferral, pieces
-from .in_backward import WHY_NOT_CLIPPED, is_stepped_in_backward
+from .clip_over_ranks import check_finite, clip_over_groups, clip_over_ranks
+from .in_backward import is_stepped_in_backward
+from .kept import WHY_NOT_CLIPPED
 from .over_groups import has_any
-from .sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
+from .sharded import is_dtensor
 
 
 def clip_grad_norm_(
@@ -47,12 +49,7 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if has_any(params):
-        if float(norm_type) != 2.0:
-            raise NotImplementedError(
-                f"norm_type is {norm_type}, but clip_grad_norm_() computes only the 2-norm of parameters that some "
-                "ranks hold, in process_groups: pass 2.0."
-            )
-        return _clip_over_ranks(params, max_norm, error_if_nonfinite)
+        return clip_over_groups(params, max_norm, norm_type, error_if_nonfinite)
     if float(norm_type) == 2.0 and _C.deferrals_of(params):
         return deferral.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     grads = [param.grad for param in params if param.grad is not None]
@@ -60,46 +57,18 @@ def clip_grad_norm_(
         raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
     if float(norm_type) == 2.0 and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
         with pieces.parts_with_gradients(params) as stand_ins:
-            return _clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
+            return clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
     if not grads or float(norm_type) != 2.0 or not all(map(_is_plain, grads)):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = _C.sum_of_squares(grads) ** 0.5
     total = torch.tensor(norm, dtype=torch.promote_types(grads[0].real.dtype, torch.float32))
     if error_if_nonfinite:
-        _check_finite(total)
+        check_finite(total)
     coefficient = float(max_norm) / (norm + 1e-6)
     if not coefficient >= 1.0:
         with torch.no_grad():
             torch._foreach_mul_(grads, coefficient)
     return total
-
-
-@torch.no_grad()
-def _clip_over_ranks(params: list[Tensor], max_norm: float, error_if_nonfinite: bool) -> Tensor:
-    """Clips where ranks hold different parameters, or parts of them. With DTensors the norm is a replicated one."""
-    for index, param in enumerate(params):
-        settle_gradient(param, f"parameter {index} of clip_grad_norm_()".__str__)
-    norm = sum_of_squares(params).sqrt()
-    if error_if_nonfinite:
-        _check_finite(norm)
-    grads = [param.grad for param in params if param.grad is not None]
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if coefficient.is_cuda or coefficient < 1:
-        torch._foreach_mul_(
-            [local_part(grad) for grad in grads], coefficient if coefficient.is_cuda else float(coefficient)
-        )
-        torch.autograd.graph.increment_version([grad for grad in grads if is_dtensor(grad)])
-    dtype = torch.promote_types(grads[0].real.dtype, torch.float32) if grads else torch.float32
-    like = next((param for param in params if is_dtensor(param)), None)
-    return norm.to(dtype) if like is None else replicated(norm.to(dtype), like)
-
-
-def _check_finite(norm: Tensor) -> None:
-    if not torch.isfinite(norm):
-        raise RuntimeError(
-            "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To "
-            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-        )
 
 
 def _is_plain(grad: Tensor) -> bool:

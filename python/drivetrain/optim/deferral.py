@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 
 from .. import _C
 from . import over_groups, pieces
+from .clip_over_ranks import clip_over_groups
 
 # Below, the squares of unscaled gradients may be subnormal, and a norm may differ in bits from that of scaled ones.
 _SMALLEST_NORM = 2.0**-40
@@ -98,9 +99,7 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if over_groups.has_any(params):
-        from .clip_grad import clip_grad_norm_ as clip_over_ranks  # it imports this module
-
-        return clip_over_ranks(params, max_norm, norm_type, error_if_nonfinite)
+        return clip_over_groups(params, max_norm, norm_type, error_if_nonfinite)
     if params and float(norm_type) == 2.0 and not torch.compiler.is_compiling():
         total = _clip_in_step(params, float(max_norm), foreach)
         if total is not None:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _C
 from . import pieces, precision
-from .in_backward import WHY_NOT_CLIPPED, StepInBackward
 from .kept import NAME
 from .left_to_torch import LeftToTorch, constructed
 from .sharded_step import Measured
@@ -81,24 +80,6 @@ class Engine(LeftToTorch):
     ) -> tuple[_C.StepResult | Measured, pieces.Swapped | None]:
         with pieces.in_place(self.optimizer, with_gradients=True) as swapped:
             return self.step_all(reader, self.step_options(overflow_flag)), swapped
-
-    def step_in_backward(self, model: nn.Module, clip_by_previous_norm: float | None, cap_mb: float) -> StepInBackward:
-        """Begins to step the model's parameters in backward."""
-        if self.kept.steps_as_torch or self.kept.left:
-            raise NotImplementedError(
-                f"step_in_backward() steps no parameter by torch's own {self.torchs_name}, and this "
-                "optimizer leaves some to it: call step() after backward."
-            )
-        if self.kept.in_backward is not None:
-            raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
-        if self.kept.max_grad_norm is not None:
-            raise NotImplementedError(f"max_grad_norm is {self.kept.max_grad_norm}, but {WHY_NOT_CLIPPED}")
-        if clip_by_previous_norm is not None and not clip_by_previous_norm > 0:
-            raise ValueError(f"clip_by_previous_norm is {clip_by_previous_norm}, expected a number above 0, or None")
-        if not cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb is {cap_mb}, expected a number above 0")
-        self.kept.in_backward = StepInBackward(self.optimizer, model, clip_by_previous_norm, cap_mb)
-        return self.kept.in_backward
 
     def add_group(self, torchs_add: Callable[[dict[str, Any]], None], param_group: dict[str, Any]) -> None:
         """Adds a group by torch's method. After an error the optimizer has the groups that it had before."""

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .arguments import check_max_grad_norm
-from .in_backward import WHY_NOT_CLIPPED
 from .kept import kept_of
 from .rule import rule_of
 
@@ -34,19 +32,6 @@ class GradScaling:
     def params(self) -> list[Tensor]:
         """Returns the parameters of all groups."""
         return [param for group in self.param_groups for param in group["params"]]
-
-    def set_option(self, name: str, value: Any) -> None:
-        """Sets max_grad_norm or zero_grads_in_step.
-
-        Raises:
-            ValueError: max_grad_norm is not above 0.
-            NotImplementedError: Backward steps parameters, which needs them before the norm is known.
-        """
-        if name == "max_grad_norm":
-            check_max_grad_norm(value)
-            if value is not None and self.kept.in_backward is not None:
-                raise NotImplementedError(f"max_grad_norm is {value}, but {WHY_NOT_CLIPPED}")
-        setattr(self.kept, name, value)
 
     @property
     def is_on_cpu(self) -> bool:

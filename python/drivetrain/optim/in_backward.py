@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..reducing_wrapper import wrapper_in
-from .kept import kept_of
+from .engine import Engine
+from .kept import WHY_NOT_CLIPPED, kept_of
 from .pieces import piece_of
 from .sharded import is_dtensor
 from .squares import local_sum_of_squares
@@ -19,11 +20,29 @@ from .squares import local_sum_of_squares
 if TYPE_CHECKING:
     from .base import FusedOptimizer
 
-WHY_NOT_CLIPPED = (
-    "the norm of all gradients is not known before step_in_backward() uses the first. Leave max_grad_norm None, or "
-    "clip by the norm of the step before: step_in_backward(model, clip_by_previous_norm=...)."
-)
 _STEPPED_BY = "_drivetrain_stepped_by"  # the name of an attribute of parameters
+
+
+def step_in_backward(
+    optimizer: "FusedOptimizer", model: nn.Module, clip_by_previous_norm: float | None, bucket_cap_mb: float
+) -> "StepInBackward":
+    """Begins to step the model's parameters in backward; see FusedOptimizer.step_in_backward."""
+    kept = kept_of(optimizer)
+    if kept.steps_as_torch or kept.left:
+        raise NotImplementedError(
+            f"step_in_backward() steps no parameter by torch's own {Engine(optimizer).torchs_name}, and this "
+            "optimizer leaves some to it: call step() after backward."
+        )
+    if kept.in_backward is not None:
+        raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
+    if kept.max_grad_norm is not None:
+        raise NotImplementedError(f"max_grad_norm is {kept.max_grad_norm}, but {WHY_NOT_CLIPPED}")
+    if clip_by_previous_norm is not None and not clip_by_previous_norm > 0:
+        raise ValueError(f"clip_by_previous_norm is {clip_by_previous_norm}, expected a number above 0, or None")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, expected a number above 0")
+    kept.in_backward = StepInBackward(optimizer, model, clip_by_previous_norm, bucket_cap_mb)
+    return kept.in_backward
 
 
 def is_stepped_in_backward(param: Tensor) -> bool:
@@ -186,8 +205,6 @@ class StepInBackward:
 
     def _step(self, params: Sequence[Tensor]) -> None:
         """Steps parameters that have gradients, and frees the gradients."""
-        from .engine import Engine  # it imports this module
-
         groups = []
         left = {id(param): param for param in params}
         for group in self._optimizer.param_groups:

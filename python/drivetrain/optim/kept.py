@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .arguments import check_max_grad_norm
+
 if TYPE_CHECKING:
     from .. import _C
     from .in_backward import StepInBackward
     from .sharded_step import Measured, Shards
 
 NAME = "_drivetrain"  # of the attribute
+WHY_NOT_CLIPPED = (
+    "the norm of all gradients is not known before step_in_backward() uses the first. Leave max_grad_norm None, or "
+    "clip by the norm of the step before: step_in_backward(model, clip_by_previous_norm=...)."
+)
 
 # drivetrain.install(optim=True) puts the keys, classes of drivetrain, in the place of the values, torch's classes.
 in_place_of: dict[type, type] = {}
@@ -126,9 +132,11 @@ class option(extra):  # a decorator
         if kept is None or not kept.has_options or self._name in own:
             own[self._name] = value
             return
-        from .engine import Engine
-
-        Engine(optimizer).set_option(self._name, value)
+        if self._name == "max_grad_norm":
+            check_max_grad_norm(value)
+            if value is not None and kept.in_backward is not None:
+                raise NotImplementedError(f"max_grad_norm is {value}, but {WHY_NOT_CLIPPED}")
+        setattr(kept, self._name, value)
 
     def __delete__(self, optimizer: Any) -> None:
         try:

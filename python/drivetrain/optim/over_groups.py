@@ -5,16 +5,13 @@ from all gradients. All of them then clip alike and skip the same steps.
 """
 
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from typing import NamedTuple, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from .squares import local_sum_of_squares
 
 
 class TrainingRanks(Protocol):
@@ -66,30 +63,6 @@ def divide(params: Iterable[Tensor]) -> tuple[list[Tensor], dict[TrainingRanks, 
                 "process_groups that was deleted: keep the wrapper as long as its parameters are trained."
             )
     return everywhere, by_ranks
-
-
-def sum_of_squares(ranks: TrainingRanks, params: Sequence[Tensor]) -> Tensor:
-    """Sums the squares of gradients of parameters that some ranks hold. All ranks must call it.
-
-    Returns:
-        float64 [], equal on all ranks.
-
-    Raises:
-        NotImplementedError: A parameter is a DTensor or has a sparse gradient.
-    """
-    from .sharded import is_dtensor  # it imports this module
-
-    for param in params:
-        if is_dtensor(param) or (param.grad is not None and param.grad.layout != torch.strided):
-            raise NotImplementedError(
-                f"a parameter of shape {tuple(param.shape)} in process_groups is a DTensor or has a sparse gradient. "
-                "No norm over ranks covers it: clip it on its own."
-            )
-    grads = [param.grad for param in params if param.grad is not None and group_params[param].counts]
-    nothing = torch.zeros((), dtype=torch.float64, device=params[0].device)
-    squares = local_sum_of_squares(grads) if grads else nothing
-    ranks.share(squares, dist.ReduceOp.SUM, "the norm of all ranks' gradients, in process_groups")
-    return squares
 
 
 def share_overflow(params: Iterable[Tensor], flags: Iterable[Tensor]) -> None:

@@ -185,9 +185,31 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
             squares = summed(squares, mesh, dims)
         total = squares if total is None else total.to(squares.device) + squares
     for ranks, members in by_ranks.items():
-        squares = over_groups.sum_of_squares(ranks, members)
+        squares = _sum_over_groups(ranks, members)
         total = squares if total is None else total.to(squares.device) + squares
     return torch.zeros((), dtype=torch.float64) if total is None else total
+
+
+def _sum_over_groups(ranks: over_groups.TrainingRanks, params: Sequence[Tensor]) -> Tensor:
+    """Sums the squares of gradients of parameters that some ranks hold. All ranks must call it.
+
+    Returns:
+        float64 [], equal on all ranks.
+
+    Raises:
+        NotImplementedError: A parameter is a DTensor or has a sparse gradient.
+    """
+    for param in params:
+        if is_dtensor(param) or (param.grad is not None and param.grad.layout != torch.strided):
+            raise NotImplementedError(
+                f"a parameter of shape {tuple(param.shape)} in process_groups is a DTensor or has a sparse gradient. "
+                "No norm over ranks covers it: clip it on its own."
+            )
+    grads = [param.grad for param in params if param.grad is not None and over_groups.group_params[param].counts]
+    nothing = torch.zeros((), dtype=torch.float64, device=params[0].device)
+    squares = local_sum_of_squares(grads) if grads else nothing
+    ranks.share(squares, dist.ReduceOp.SUM, "the norm of all ranks' gradients, in process_groups")
+    return squares
 
 
 def summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:

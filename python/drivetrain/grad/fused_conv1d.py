@@ -4,7 +4,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D as TransformersConv1D
 
 from .. import _C
-from .fuse_wgrad import is_plain
+from .fused_linear import is_plain
 
 
 class Conv1D(TransformersConv1D):

@@ -10,11 +10,11 @@
 #include "base/frame_self.h"
 #include "base/heap.h"
 #include "budget/budget.h"
-#include "checkpoint/checkpoint.h"
 #include "checkpointing/checkpointing.h"
 #include "ddp/ddp.h"
 #include "grad/grad.h"
 #include "optim/optim.h"
+#include "recompute/recompute.h"
 #include "saved_tensors/saved_tensors.h"
 #include "trace/trace.h"
 
@@ -66,7 +66,7 @@ PYBIND11_MODULE(_C, m) {
   drivetrain::grad::register_grad(m);
   drivetrain::optim::register_optim(m);
   drivetrain::ddp::register_ddp(m);
-  drivetrain::checkpoint::register_checkpoint(m);
+  drivetrain::recompute::register_checkpoint(m);
   drivetrain::checkpointing::register_checkpointing(m);
   drivetrain::budget::register_recorder(m);
   drivetrain::budget::register_solver(m);

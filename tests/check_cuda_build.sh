@@ -49,7 +49,7 @@ check() { # requirement
       -Cbuild-dir="$env/build" -Ccmake.define.DRIVETRAIN_CUDA=on "-Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES=$archs" . &&
     step "import" in_env -c "$say_what_was_built" && cat "$env.log" &&
     step "doctor" in_env -m drivetrain doctor &&
-    step "tests" in_env -m pytest -q -c "$PWD/pyproject.toml" --rootdir "$PWD" "$PWD"/tests/{optim/test_optim,ddp/test_bucket_planner,package/test_stub,grad/test_main_grads,grad/test_fuse_wgrad,checkpoint/test_checkpoint,budget/test_{bits,errors,hooks,memory,out_of_memory,plans,profile,threads}}.py &&
+    step "tests" in_env -m pytest -q -c "$PWD/pyproject.toml" --rootdir "$PWD" "$PWD"/tests/{optim/test_optim,ddp/test_bucket_planner,package/test_stub,grad/test_main_grads,grad/test_fuse_wgrad,recompute/test_checkpoint,budget/test_{bits,errors,hooks,memory,out_of_memory,plans,profile,threads}}.py &&
     tail -n 1 "$env.log" || return 1
   echo "  all: $((SECONDS - begin)) s"
 }

@@ -9,13 +9,13 @@ check_torch()  # must run first: with another torch, the native module would fai
 
 from . import amp, data, optim  # noqa: E402
 from .budget import activation_budget  # noqa: E402
-from .checkpoint import checkpoint  # noqa: E402
 from .ddp import DistributedDataParallel  # noqa: E402
 from .ddp.accumulate import accumulate  # noqa: E402
 from .grad.fuse_wgrad import fuse_wgrad  # noqa: E402
 from .grad.main_grads import float32_grad, main_grads  # noqa: E402
 from .optim.clip_grad import clip_grad_norm_  # noqa: E402
-from .plan import plan  # noqa: E402
+from .planner import plan  # noqa: E402
+from .recompute import checkpoint  # noqa: E402
 from .swap import install, uninstall  # noqa: E402
 
 if TYPE_CHECKING:

@@ -258,7 +258,7 @@ def in_one_wrapper(transport: str, mode: str) -> None:
         del model.unused
     options = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(mode, {})
     group = mesh["replicas"].get_group()
-    net: Any = DDP(model, transport=transport, process_groups={"experts.*": group}, bucket_cap_mb=1e-4, **options)
+    net: Any = DDP(model, transport=transport, expert_groups={"experts.*": group}, bucket_cap_mb=1e-4, **options)
     assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
     for x, grads in zip(batches(), expected, strict=True):
         net.zero_grad()
@@ -292,7 +292,7 @@ def experts_of_two(transport: str) -> tuple[Any, int]:
     model = Routed(number, mesh["experts"].get_group())
     del model.unused
     groups = {"experts.*": mesh["replicas"].get_group()}
-    return DDP(model, transport=transport, process_groups=groups, bucket_cap_mb=1e-4), number
+    return DDP(model, transport=transport, expert_groups=groups, bucket_cap_mb=1e-4), number
 
 
 def clip_and_step(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -378,7 +378,7 @@ DYING_RANK = """
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = nn.ModuleDict({"router": nn.Linear(64, 64), "experts": nn.Linear(64, 64)})
     model.forward = lambda x: model["experts"](model["router"](x))
-    net = DDP(model, process_groups={"experts.*": halves[rank % 2]}, report_hang_after=1)
+    net = DDP(model, expert_groups={"experts.*": halves[rank % 2]}, report_hang_after=1)
 
     def die(*_):
         if rank == 3 and step == 3:
@@ -416,7 +416,7 @@ def alone(transport: str) -> None:
     groups = [dist.new_group([one]) for one in range(4)]
     model = nn.Sequential(mlp(), nn.Linear(6, 3))
     reference_model: Any = copy.deepcopy(model)
-    net = DDP(model, transport=transport, process_groups={"1.*": groups[rank]})
+    net = DDP(model, transport=transport, expert_groups={"1.*": groups[rank]})
     x = batches()[0].chunk(4)[rank]
     for _ in range(2):  # the second wrapper scales as the first did
         net.zero_grad()
@@ -427,7 +427,7 @@ def alone(transport: str) -> None:
             model.get_parameter("1.weight").grad, reference_model.get_parameter("1.weight").grad / 4, rtol=0, atol=0
         )
         assert_equal_on_ranks([p.grad for p in model[0].parameters()])
-        net = DDP(model, transport=transport, process_groups={"1.*": groups[rank]})
+        net = DDP(model, transport=transport, expert_groups={"1.*": groups[rank]})
 
 
 def refusals(transport: str) -> None:
@@ -440,17 +440,17 @@ def refusals(transport: str) -> None:
         ({"0.*": None}, TypeError, "expected a process group"),
     ):
         with pytest.raises(error, match=message):
-            DDP(mlp(), transport=transport, process_groups=wrong)
+            DDP(mlp(), transport=transport, expert_groups=wrong)
     for name, value in (("shard", "optimizer"), ("check_gradients", "skip"), ("reuse_norm", True)):
         with pytest.raises(NotImplementedError, match=name):
-            DDP(mlp(), transport=transport, process_groups={"2.*": world}, **{name: value})
+            DDP(mlp(), transport=transport, expert_groups={"2.*": world}, **{name: value})
     if rank < 2:
         with pytest.raises(ValueError, match="two groups"):
-            DDP(mlp(), transport=transport, process_groups={"2.*": pair, "2.weight": world})
+            DDP(mlp(), transport=transport, expert_groups={"2.*": pair, "2.weight": world})
         with pytest.raises(ValueError, match="outside of process_group"):
-            DDP(mlp(), transport=transport, process_group=pair, process_groups={"2.*": world})
+            DDP(mlp(), transport=transport, process_group=pair, expert_groups={"2.*": world})
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    net = DDP(mlp(), transport=transport, process_groups={"2.*": halves[rank // 2]})
+    net = DDP(mlp(), transport=transport, expert_groups={"2.*": halves[rank // 2]})
     net(batches()[0]).sum().backward()
     before = [p.grad.clone() for p in net.parameters()]
     with pytest.raises(NotImplementedError, match="norm_type is inf"):
@@ -461,7 +461,7 @@ def refusals(transport: str) -> None:
     with pytest.raises(RuntimeError, match="was deleted: keep the wrapper"):
         clip_grad_norm_(kept, 1.0)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(kept, before, strict=True))
-    net = DDP(mlp(), transport=transport, process_groups={"2.*": world})
+    net = DDP(mlp(), transport=transport, expert_groups={"2.*": world})
     loss = net(batches()[0]).sum()
     for call in (
         lambda: net.backward(loss, 2),
@@ -470,7 +470,7 @@ def refusals(transport: str) -> None:
         lambda: net.join_hook(),
         lambda: accumulate(net, torch.optim.SGD(net.parameters(), lr=0.1), steps=2),
     ):
-        with pytest.raises(NotImplementedError, match="process_groups"):
+        with pytest.raises(NotImplementedError, match="expert_groups"):
             call()
 
 

@@ -136,7 +136,7 @@ def test_table_of_differences_is_the_doctors() -> None:
     assert table == differences.as_markdown()
 
 
-@pytest.mark.parametrize("package", ["", ".checkpointing", ".data", ".monitor", ".optim", ".plan"])
+@pytest.mark.parametrize("package", ["", ".checkpointing", ".data", ".monitor", ".optim", ".planner"])
 def test_reference_has_every_public_name(package: str) -> None:
     text = "\n".join(page.read_text() for page in (REPOSITORY / "docs" / "reference").glob("*.md"))
     shown = set(re.findall(r"^::: [\w.]*\.(\w+)$", text, re.MULTILINE))

@@ -16,8 +16,8 @@ from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
 from drivetrain.optim.precision import EXTRA_NAMES, SCALAR_NAMES
 from drivetrain.optim.rule import rule_of
-from drivetrain.plan.formats import kept_32_bits, state_bytes
-from drivetrain.plan.trace import ParameterInfo
+from drivetrain.planner.formats import kept_32_bits, state_bytes
+from drivetrain.planner.trace import ParameterInfo
 from effort import rounds
 from optim_cases import CASES, cases
 from precision_cases import HALVES, PRECISIONS, everything, make_params, precisions, same_bits, set_grads

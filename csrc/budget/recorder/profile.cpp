@@ -135,8 +135,8 @@ void Profile::measure_formats(int32_t index, const at::Tensor& tensor) {
 }
 
 void ForwardProfile::measure_after_forward() {
-  const checkpoint::RandomStates states = checkpoint::RandomStates::now();
-  const checkpoint::RandomStatesGuard random_states(&states);
+  const recompute::RandomStates states = recompute::RandomStates::now();
+  const recompute::RandomStatesGuard random_states(&states);
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   const at::NoGradGuard no_grad;
   std::vector<Value>& values = tape_.values;
@@ -211,8 +211,8 @@ void BackwardProfile::time_recomputation(int32_t value) {
   if (tape_.values[value].op >= 0 && num_calls_[tape_.values[value].op] > 0) return;
   const std::vector<int32_t> ops = ops_to_reexecute(value);
   if (ops.empty()) return;  // the common case, which skips the copy of the random states
-  const checkpoint::RandomStates states = checkpoint::RandomStates::now();
-  const checkpoint::RandomStatesGuard random_states(&states);
+  const recompute::RandomStates states = recompute::RandomStates::now();
+  const recompute::RandomStatesGuard random_states(&states);
   const at::NoGradGuard no_grad;
   std::unordered_map<int32_t, int32_t> last_reader;
   for (const int32_t index : ops) {

@@ -4,20 +4,20 @@
 #include "base/check.h"
 #include "base/torch_text.h"
 #include "budget/recorder/arguments.h"
-#include "checkpoint/region.h"
+#include "recompute/region.h"
 
 namespace drivetrain::budget {
 
 at::Tensor ReadChecks::existing(const TensorRef& ref) const {
   if (is_freed(ref)) {
-    checkpoint::throw_checkpoint_error(
+    recompute::throw_checkpoint_error(
         text("the memory of a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
              " that the forward pass read was freed before backward reached the operations that need it. Usually FSDP "
              "reshards its parameters after forward: set reshard_after_forward=False, or leave that module without a "
              "budget."));
   }
   if (is_written(ref)) {
-    checkpoint::throw_checkpoint_error(text(
+    recompute::throw_checkpoint_error(text(
         "a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
         " that the forward pass read was modified in place before backward reached the operations that need it. It is "
         "a parameter, a buffer or an input, and gradients would belong to other values. Usually an optimizer "
@@ -29,7 +29,7 @@ at::Tensor ReadChecks::existing(const TensorRef& ref) const {
 void ReadChecks::check_unwritten(const TensorRef& ref) const {
   const Value& value = tape_.values[ref.value];
   if (value.has_independent_versions || value.held._version() == value.held_version) return;
-  checkpoint::throw_checkpoint_error(
+  recompute::throw_checkpoint_error(
       text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
            " that backward needs was modified in place after the forward pass: gradients would belong to other values. "
            "Write to a clone of it, or use an operation that is not in place. Or call the code that writes to it "
@@ -59,7 +59,7 @@ void ReadChecks::check_checksums(const RecordedOp& op) const {
     }
     const at::Tensor read = is_value ? view_of(tape_.values[ref.value].held, ref) : existing(ref);
     if (hash_of_elements(read) == ref.checksum) continue;
-    checkpoint::throw_checkpoint_error(text(
+    recompute::throw_checkpoint_error(text(
         name_of(op, ref), ", which ", op.traits->name, tape_.module_of(static_cast<int32_t>(&op - tape_.ops.data())),
         " read in the forward pass, has other values when backward recomputes that operation. No version counter shows "
         "a write, and gradients would belong to other values. Usually x.numpy(), DLPack or a custom operator shared "
@@ -75,7 +75,7 @@ std::string ReadChecks::name_of(const RecordedOp& op, const TensorRef& ref) cons
                ? text("a tensor of ", shape, " that no recorded operation made")
                : text("the result of ", tape_.ops[made_by].traits->name, tape_.module_of(made_by), " (", shape, ")");
   }
-  const std::string owner = model_ ? checkpoint::owner_in(*model_, ref.direct) : "";
+  const std::string owner = model_ ? recompute::owner_in(*model_, ref.direct) : "";
   if (!owner.empty()) return text(owner, " (", shape, ")");
   return text("a tensor of ", shape, " that the model was given (argument '",
               op.handle.schema().arguments()[ref.arg].name(), "')");

@@ -91,7 +91,7 @@ class Recording {
   ska::flat_hash_map<const c10::StorageImpl*, KnownStorage> known_;
   std::string divergence_;
   int32_t module_ = -1;
-  std::shared_ptr<const checkpoint::Autocast> autocast_;
+  std::shared_ptr<const recompute::Autocast> autocast_;
   std::pair<c10::DispatchKeySet, c10::DispatchKeySet> autocast_keys_;  // the keys for which autocast_ was read
 
   // The state of the operation that is running.

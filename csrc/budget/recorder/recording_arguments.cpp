@@ -55,13 +55,13 @@ void Recording::record_ambient_state(RecordedOp& op, const torch::jit::Stack& st
   }
   if (traits.is_random) {
     const std::optional<c10::Device> device = device_of(torch::jit::last(stack, op.handle.schema().arguments().size()));
-    op.random_states = std::make_shared<const checkpoint::RandomStates>(
-        device ? checkpoint::RandomStates::now_of(*device) : checkpoint::RandomStates::now());
+    op.random_states = std::make_shared<const recompute::RandomStates>(device ? recompute::RandomStates::now_of(*device)
+                                                                              : recompute::RandomStates::now());
   }
   // Entering or leaving autocast changes these keys, so the cached state holds as long as they stay.
   const std::pair keys_now(op.local_keys.included_, op.local_keys.excluded_);
   if (!autocast_ || autocast_keys_ != keys_now) {
-    autocast_ = std::make_shared<const checkpoint::Autocast>(checkpoint::Autocast::now());
+    autocast_ = std::make_shared<const recompute::Autocast>(recompute::Autocast::now());
     autocast_keys_ = keys_now;
   }
   op.autocast = autocast_;

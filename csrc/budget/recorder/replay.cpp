@@ -10,7 +10,7 @@
 #include "base/check.h"
 #include "budget/recorder/arguments.h"
 #include "budget/recorder/device_timer.h"
-#include "checkpoint/region.h"
+#include "recompute/region.h"
 #include "trace/span.h"
 
 namespace drivetrain::budget {
@@ -87,10 +87,10 @@ void Replay::release(int32_t value) {
 
 void Replay::check_usable() const {
   if (is_abandoned_) {
-    checkpoint::throw_checkpoint_error("this graph belongs to a step that did not fit into memory: run forward again.");
+    recompute::throw_checkpoint_error("this graph belongs to a step that did not fit into memory: run forward again.");
   }
   if (is_interrupted_) {
-    checkpoint::throw_checkpoint_error(
+    recompute::throw_checkpoint_error(
         "an earlier backward through this graph failed while it recomputed: run forward again.");
   }
 }
@@ -126,9 +126,9 @@ void Replay::materialize(int32_t value) {
 std::vector<at::Tensor> Replay::call(RecordedOp& op,
                                      const std::function<at::Tensor(const TensorRef&)>& tensor_of) const {
   if (op.traits->is_removed) {
-    checkpoint::throw_checkpoint_error(text(op.traits->name,
-                                            " was removed after forward called it, and backward needs it again: keep "
-                                            "its torch.library.Library until then."));
+    recompute::throw_checkpoint_error(text(op.traits->name,
+                                           " was removed after forward called it, and backward needs it again: keep "
+                                           "its torch.library.Library until then."));
   }
   torch::jit::Stack stack;
   stack.reserve(op.args.size());
@@ -149,9 +149,9 @@ std::vector<at::Tensor> Replay::call(RecordedOp& op,
   }
   {
     const RecordedStateGuard recorded_state(op.local_keys, op.is_grad_enabled);
-    const checkpoint::RandomStatesGuard random_states(op.random_states.get());
-    std::optional<checkpoint::AutocastGuard> autocast;
-    if (*op.autocast != checkpoint::Autocast::now()) autocast.emplace(*op.autocast);
+    const recompute::RandomStatesGuard random_states(op.random_states.get());
+    std::optional<recompute::AutocastGuard> autocast;
+    if (*op.autocast != recompute::Autocast::now()) autocast.emplace(*op.autocast);
     op.handle.redispatchBoxed(op.keys, &stack);
   }
   std::vector<at::Tensor> results;
@@ -203,9 +203,9 @@ void Replay::replay(int32_t index) {
     Value& value = tape_.values[op.writes[i].value];
     if (store_.has(op.writes[i].value)) continue;
     if (static_cast<int64_t>(results[i].storage().nbytes()) != value.bytes) {
-      checkpoint::throw_checkpoint_error(text(op.traits->name, " returned ", results[i].storage().nbytes(),
-                                              " bytes when it was recomputed, expected ", value.bytes,
-                                              " bytes as in the forward pass."));
+      recompute::throw_checkpoint_error(text(op.traits->name, " returned ", results[i].storage().nbytes(),
+                                             " bytes when it was recomputed, expected ", value.bytes,
+                                             " bytes as in the forward pass."));
     }
     store_.hold(op.writes[i].value, results[i]);
     value.is_recomputed = true;

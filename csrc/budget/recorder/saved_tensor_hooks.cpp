@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/hooks.h"
+#include "recompute/hooks.h"
 
 namespace drivetrain::budget {
 namespace {
@@ -20,14 +20,14 @@ constexpr const char* kSaved = "drivetrain.SavedTensor";
 PyObject* pack(PyObject* pass, PyObject* tensor) {
   HANDLE_TH_ERRORS
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
-  auto saved = checkpoint::value_in<std::shared_ptr<RecordedPass>>(pass, kPass)->save(THPVariable_Unpack(tensor));
-  return checkpoint::capsule(std::move(saved), kSaved).release().ptr();
+  auto saved = recompute::value_in<std::shared_ptr<RecordedPass>>(pass, kPass)->save(THPVariable_Unpack(tensor));
+  return recompute::capsule(std::move(saved), kSaved).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* unpack(PyObject*, PyObject* capsule) {
   HANDLE_TH_ERRORS
-  const auto saved = checkpoint::value_in<std::shared_ptr<SavedTensor>>(capsule, kSaved);
+  const auto saved = recompute::value_in<std::shared_ptr<SavedTensor>>(capsule, kSaved);
   const Profile* profile = saved->pass->profile();
   if (profile != nullptr && !profile->has_backward()) {
     PyErr_SetString(profile_ended(), "activation_budget: the profile of this step ends before its backward");
@@ -49,7 +49,7 @@ PyObject* profile_ended() {
 }
 
 PyObject* push_pass_hooks(const std::shared_ptr<RecordedPass>& pass) {
-  checkpoint::push_hooks(&pack_method, checkpoint::capsule(pass, kPass), &unpack_method);
+  recompute::push_hooks(&pack_method, recompute::capsule(pass, kPass), &unpack_method);
   return at::SavedTensorDefaultHooks::get_tls_state().stack.top().first.ptr(getPyInterpreter());
 }
 

@@ -17,7 +17,7 @@
 
 #include "budget/recorder/op_traits.h"
 #include "budget/recorder/tensor_ref.h"
-#include "checkpoint/ambient.h"
+#include "recompute/ambient.h"
 #include "saved_tensors/host_pool.h"
 #include "saved_tensors/offload.h"
 #include "saved_tensors/pack.h"
@@ -122,8 +122,8 @@ struct RecordedOp {
   std::vector<TensorRef> refs;
   std::vector<int32_t> reads;  // values
   std::vector<OpResult> writes;
-  std::shared_ptr<const checkpoint::Autocast> autocast;
-  std::shared_ptr<const checkpoint::RandomStates> random_states;
+  std::shared_ptr<const recompute::Autocast> autocast;
+  std::shared_ptr<const recompute::RandomStates> random_states;
   uint64_t arguments = 0;   // a hash of which values it was called with and which of them require a gradient
   int32_t module;           // an index that the recorder was given; -1: none
   bool is_pending = false;  // backward may still ask for a value that only a replay of it provides

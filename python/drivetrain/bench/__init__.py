@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for topic comm: measure these numbers of ranks on this machine, for topic scaling to fit. For topic "
         "allreduce without torchrun: one number of ranks (default: 2)",
     )
-    parser.add_argument("--cluster", default="h100-ib", help="for topic scaling: a cluster of plan/clusters.toml")
+    parser.add_argument("--cluster", default="h100-ib", help="for topic scaling: a cluster of planner/clusters.toml")
     parser.add_argument("--tokens", type=int, default=8192, help="for topic scaling: tokens of a rank in a step")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="for topic scaling: fit the JSON of comm --ranks")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")

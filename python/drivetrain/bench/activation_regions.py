@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from rich.progress import track
 from torch import Tensor, nn
 
-from ..checkpoint import checkpoint
+from ..recompute import checkpoint
 from .measure import Row, interleaved, ratio_of_medians
 
 REGIONS = 12

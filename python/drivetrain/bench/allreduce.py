@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp import transport
-from ..plan.options import bytes_of
+from ..planner.options import bytes_of
 from .ranks import BACKENDS, on_ranks
 
 GROUP = "group"  # the process group itself: gloo on the CPU, NCCL on GPUs

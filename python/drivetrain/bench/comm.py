@@ -26,7 +26,7 @@ WIRE_NUMEL = 25 << 18
 GPU_CASES = (("1 KiB", 256), ("1 MiB", 256 << 10), ("25 MiB", 25 << 18), ("256 MiB", 64 << 20))
 
 
-# Sizes in bytes with which `--ranks` calibrates drivetrain.plan.network; a rank keeps two buffers of the largest.
+# Sizes in bytes with which `--ranks` calibrates drivetrain.planner.network; a rank keeps two buffers of the largest.
 CALIBRATION_BYTES = (1 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 
 # fp32 values [n], a function that reduces them in place, and the expected sum
@@ -42,7 +42,7 @@ def run(rounds: int) -> list[Row]:
 
 
 def run_ranks(counts: list[int], rounds: int, sizes: tuple[int, ...] = CALIBRATION_BYTES) -> list[dict[str, Any]]:
-    """Measures all-reduce with each number of ranks on this machine, for `drivetrain.plan.network.fit`.
+    """Measures all-reduce with each number of ranks on this machine, for `drivetrain.planner.network.fit`.
 
     Returns:
         A dictionary per engine, number of ranks and size: "engine" ("gloo" or "drivetrain"), "ranks", "bytes" and

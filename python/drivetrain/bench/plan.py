@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from ..plan.calibrate import cache_path, corrected, fingerprint
-from ..plan.planner import plan
+from ..planner.calibrate import cache_path, corrected, fingerprint
+from ..planner.planner import plan
 from .measure import Row
 from .plan_models import makers, measured_peak, measured_seconds
 

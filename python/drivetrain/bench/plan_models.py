@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..plan.workspaces import memory_profile, peak_of
+from ..planner.workspaces import memory_profile, peak_of
 from .activation_models import GPT, UNet
 
 _VOCABULARY = 2048

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..plan.devices import Link
-from ..plan.network import Cluster, all_reduce_seconds, cluster_of, fit, leave_one_out, relative_error
-from ..plan.simulation import (
+from ..planner.devices import Link
+from ..planner.network import Cluster, all_reduce_seconds, cluster_of, fit, leave_one_out, relative_error
+from ..planner.simulation import (
     Bucket,
     LinkFault,
     Stragglers,

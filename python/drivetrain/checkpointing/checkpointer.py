@@ -18,13 +18,13 @@ from .. import phases
 from ..ddp.accumulate import Window
 from . import environment, survivors
 from .audit import AUDIT
+from .cloud_notices import Source
 from .data_position import position_of
 from .encryption import Encryption
 from .errors import CheckpointError
 from .interval import Interval, seconds_of
 from .leaving import Company, named_wait, say_how_to_continue
 from .load import Checkpoint
-from .metadata import Source
 from .position import Position, Stateful
 from .preemption import Notices, Preempted
 from .ranks import Flags, Ranks

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..plan.devices import Device
-    from ..plan.result import Plan
-    from ..plan.trace import StepTrace
+    from ..planner.devices import Device
+    from ..planner.result import Plan
+    from ..planner.trace import StepTrace
 
 _PROCESS_S = 600  # limit of the plan of one batch size
 
@@ -73,8 +73,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0, 1 if the step does not fit, or 2 if it cannot be planned."""
-    from ..plan.script import ScriptError
-    from ..plan.tracer import PlanError
+    from ..planner.script import ScriptError
+    from ..planner.tracer import PlanError
 
     try:
         _check_files(args)
@@ -95,8 +95,8 @@ def _check_files(args: argparse.Namespace) -> None:
         ValueError: --price lacks --steps, a price is wrong, a plot's name has another suffix, or --calibrate is not for
             the CPU.
     """
-    from ..plan.cost import read_prices
-    from ..plan.devices import device_of
+    from ..planner.cost import read_prices
+    from ..planner.devices import device_of
 
     if args.price is not None and args.steps is None:
         raise ValueError("--price needs --steps, the number of optimizer steps of the run")
@@ -119,10 +119,10 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
     """Plans the script. `measures` lets a calibration run it on real values, too."""
-    from ..plan.devices import device_of
-    from ..plan.options import Options, bytes_of
-    from ..plan.result import Plan
-    from ..plan.script import trace_script
+    from ..planner.devices import device_of
+    from ..planner.options import Options, bytes_of
+    from ..planner.result import Plan
+    from ..planner.script import trace_script
 
     hosts, per_host = args.gpus
     device = device_of(args.gpu, args.devices)
@@ -151,10 +151,10 @@ def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
 def _iteration_s(trace: StepTrace, device: Device, args: argparse.Namespace) -> float | None:
     """Returns the seconds of the script's iteration on real values; None, and a note why, if it cannot be measured."""
     from ..host_memory import host_memory
-    from ..plan.options import Options
-    from ..plan.result import Plan
-    from ..plan.script import ScriptError, forked, measure_script
-    from ..plan.tracer import PlanError
+    from ..planner.options import Options
+    from ..planner.result import Plan
+    from ..planner.script import ScriptError, forked, measure_script
+    from ..planner.tracer import PlanError
 
     try:
         # In forks, before this process computes: a fork cannot use threads that its parent has started.
@@ -175,7 +175,7 @@ def needed_bytes(args: argparse.Namespace) -> int:
 
 def _largest_batch(plan: Plan, args: argparse.Namespace) -> str:
     """Returns the largest micro-batch that fits, and plans the script for each size in a process of its own."""
-    from ..plan.questions import largest_by_line
+    from ..planner.questions import largest_by_line
 
     # A loader gives smaller batches than asked for if a step takes more than half of its data set.
     batch, limit = plan.trace.samples, plan.trace.epoch_samples // 2
@@ -212,9 +212,9 @@ def _in_a_process(args: dict[str, Any]) -> int:
 
 
 def _answer(plan: Plan, args: argparse.Namespace) -> None:
-    from ..plan.cost import Run
-    from ..plan.options import duration, formatted
-    from ..plan.questions import text_table
+    from ..planner.cost import Run
+    from ..planner.options import duration, formatted
+    from ..planner.questions import text_table
 
     if args.questions:
         helps = [
@@ -239,7 +239,7 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         ]
         print("\n" + text_table(("tariff", "hours", "device hours", "price"), rows))
     if args.compare is not None:
-        from ..plan.compare import compare, table
+        from ..planner.compare import compare, table
 
         print("\n" + table(compare(plan, args.compare)))
     if args.plot is not None:

@@ -9,7 +9,7 @@ TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).param
 _OURS_ALONE = frozenset(
     (
         *("transport", "check_replicas_every", "report_hang_after", "wire_dtype", "reuse_norm"),
-        *("check_gradients", "spike_factor", "shard", "shard_group", "overlap_gather", "process_groups"),
+        *("check_gradients", "spike_factor", "shard", "shard_group", "overlap_gather", "expert_groups"),
     )
 )
 

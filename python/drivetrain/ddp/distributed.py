@@ -112,7 +112,7 @@ class DistributedDataParallel(ReducesOverGroups):
             own set. None takes `process_group`.
         overlap_gather: With shard, `step()` returns before all parameters are gathered. Uses through the module wait
             for them. Before any other use, such as of a kept list of parameters, call `wait_for_parameters()`.
-        process_groups: Patterns of names, such as "experts.*", each with the group that reduces these parameters and
+        expert_groups: Patterns of names, such as "experts.*", each with the group that reduces these parameters and
             buffers. Their `.grad` is the sum over that group, divided by the number of ranks in `process_group`.
 
     Raises:
@@ -123,7 +123,7 @@ class DistributedDataParallel(ReducesOverGroups):
             rank has no CUDA parameters or no NCCL; every rank raises and says which rank and why.
         TypeError: The installed torch does not know an argument that has another value than its default.
         NotImplementedError: wire_dtype with CUDA parameters, another backend than gloo, or reductions past the reducer.
-            Also if shard or process_groups does not go together with another argument, a parameter or its device.
+            Also if shard or expert_groups does not go together with another argument, a parameter or its device.
     """
 
     logger: Logger
@@ -162,7 +162,7 @@ class DistributedDataParallel(ReducesOverGroups):
         shard: str | None = None,
         shard_group: dist.ProcessGroup | None = None,
         overlap_gather: bool = False,
-        process_groups: Mapping[str, dist.ProcessGroup] | None = None,
+        expert_groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -170,7 +170,7 @@ class DistributedDataParallel(ReducesOverGroups):
         if check_replicas_every < 0:
             raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
         sharding.check(shard, shard_group, changed)
-        parts = parts_of(module, process_groups, changed)
+        parts = parts_of(module, expert_groups, changed)
         self._shard, self._shard_group = shard, shard_group
         self._transport = transports.requested(transport)
         self._wire_dtype = transports.requested_wire_dtype(wire_dtype)

@@ -77,7 +77,7 @@ class GroupMembers:
 def parts_of(
     module: nn.Module, groups: Mapping[str, dist.ProcessGroup] | None, changed: Mapping[str, Any]
 ) -> list[GroupMembers]:
-    """Returns the parts that `process_groups` asks for, in an order that all ranks share.
+    """Returns the parts that `expert_groups` asks for, in an order that all ranks share.
 
     Args:
         module: The module to wrap.
@@ -87,13 +87,13 @@ def parts_of(
     Raises:
         TypeError: A pattern has no process group.
         ValueError: A pattern matches no trained parameter, two groups match one, or this rank is not in a group.
-        NotImplementedError: Another argument does not go together with `process_groups`.
+        NotImplementedError: Another argument does not go together with `expert_groups`.
     """
     if not groups:
         return []
     for name in _REFUSED:
         if changed.get(name):
-            raise NotImplementedError(f"{name} does not go together with process_groups: leave one of the two out.")
+            raise NotImplementedError(f"{name} does not go together with expert_groups: leave one of the two out.")
     ignored = set(getattr(module, _IGNORED, ()))
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
     names = [n for n, _ in [*module.named_parameters(), *module.named_buffers()] if n not in ignored]
@@ -102,28 +102,28 @@ def parts_of(
     for pattern, group in groups.items():
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"process_groups[{pattern!r}] is {group!r}, expected a process group that this rank belongs to: leave "
+                f"expert_groups[{pattern!r}] is {group!r}, expected a process group that this rank belongs to: leave "
                 "out groups of other ranks."
             )
         matching = fnmatch.filter(names, pattern)
         if not any(name in trained for name in matching):
             raise ValueError(
-                f"process_groups[{pattern!r}] matches no parameter that requires a gradient, expected a pattern of "
+                f"expert_groups[{pattern!r}] matches no parameter that requires a gradient, expected a pattern of "
                 f"names such as {next(iter(trained), 'experts.*')!r}."
             )
         for name in matching:
             if (other := taken.setdefault(name, pattern)) != pattern and groups[other] is not group:
                 raise ValueError(
-                    f"process_groups gives {name!r} two groups, by {other!r} and {pattern!r}: expected one group each."
+                    f"expert_groups gives {name!r} two groups, by {other!r} and {pattern!r}: expected one group each."
                 )
             if name in trained and main_grads.is_kept(trained[name]):
-                raise NotImplementedError(f"main_grads() does not go together with process_groups, for {name!r}.")
+                raise NotImplementedError(f"main_grads() does not go together with expert_groups, for {name!r}.")
         _, patterns, of_group = found.setdefault(id(group), (group, [], set()))
         patterns.append(pattern)
         of_group.update(matching)
     if not trained.keys() - taken.keys():
         raise ValueError(
-            "process_groups matches every trained parameter, expected some for process_group: pass the group of all "
+            "expert_groups matches every trained parameter, expected some for process_group: pass the group of all "
             "parameters as process_group instead."
         )
     parts = [GroupMembers(group, patterns, frozenset(matching)) for group, patterns, matching in found.values()]
@@ -166,7 +166,7 @@ class ReducesOverGroups(JoinsUnevenInputs):
         for part in parts:
             if outside := set(part.ranks) - everyone:
                 raise ValueError(
-                    f"process_groups: {part.title} has ranks {sorted(outside)} outside of process_group, expected some "
+                    f"expert_groups: {part.title} has ranks {sorted(outside)} outside of process_group, expected some "
                     f"of its ranks {sorted(everyone)}."
                 )
         shared = {name: value for name, value in changed.items() if name in _SHARED}
@@ -175,7 +175,7 @@ class ReducesOverGroups(JoinsUnevenInputs):
         ignored = set(getattr(self.module, _IGNORED, ()))
         for part in parts:
             wrapper = wrapper_type(
-                part.view(self.module, ignored), process_group=part.group, process_groups=None, **shared
+                part.view(self.module, ignored), process_group=part.group, expert_groups=None, **shared
             )
             factor = len(part.ranks) / len(everyone)
             if factor != 1:
@@ -207,14 +207,14 @@ class ReducesOverGroups(JoinsUnevenInputs):
         """Raises NotImplementedError if parameters belong to several groups, which `what` does not support."""
         if self._parts():
             raise NotImplementedError(
-                f"{what} does not go together with process_groups: wrap the parameters of each group on their own."
+                f"{what} does not go together with expert_groups: wrap the parameters of each group on their own."
             )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook of a rank that has run out of inputs, as torch does.
 
         Raises:
-            NotImplementedError: As in torch's Join, or the wrapper has `process_groups`.
+            NotImplementedError: As in torch's Join, or the wrapper has `expert_groups`.
         """
         self.refuse_parts("join()")
         return super().join_hook(**kwargs)

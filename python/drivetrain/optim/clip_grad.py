@@ -30,7 +30,7 @@ def clip_grad_norm_(
     For DTensors on any device the 2-norm covers all ranks' parts and counts each distinct part once. It reduces partial
     sums in `.grad`. All ranks of the mesh must call it. Plain tensors among the parameters count once, as copies that
     every rank has. Likewise the 2-norm covers the parameters of all ranks under DistributedDataParallel's
-    `process_groups`, and all ranks must call it.
+    `expert_groups`, and all ranks must call it.
 
     Args:
         parameters: A tensor or tensors whose gradients are clipped.
@@ -44,7 +44,7 @@ def clip_grad_norm_(
 
     Raises:
         NotImplementedError: step_in_backward() has stepped the parameters and left no gradient to clip. Also for
-            another norm of parameters of `process_groups`, and those that are DTensors or have sparse gradients.
+            another norm of parameters of `expert_groups`, and those that are DTensors or have sparse gradients.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -7,11 +7,11 @@ from .sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of
 
 
 def clip_over_groups(params: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Clips parameters some of which are DistributedDataParallel's `process_groups`'. All ranks must call it."""
+    """Clips parameters some of which are DistributedDataParallel's `expert_groups`'. All ranks must call it."""
     if float(norm_type) != 2.0:
         raise NotImplementedError(
             f"norm_type is {norm_type}, but clip_grad_norm_() computes only the 2-norm of parameters that some "
-            "ranks hold, in process_groups: pass 2.0."
+            "ranks hold, in expert_groups: pass 2.0."
         )
     return clip_over_ranks(params, max_norm, error_if_nonfinite)
 

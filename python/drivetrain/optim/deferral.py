@@ -94,7 +94,7 @@ def clip_grad_norm_(
         The norm before clipping: a 0-dimensional tensor as from torch's function.
 
     Raises:
-        NotImplementedError: A norm other than the 2-norm of parameters of DistributedDataParallel's `process_groups`.
+        NotImplementedError: A norm other than the 2-norm of parameters of DistributedDataParallel's `expert_groups`.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class TrainingRanks(Protocol):
-    """All ranks that train the model: a wrapper with `process_groups`."""
+    """All ranks that train the model: a wrapper with `expert_groups`."""
 
     def share(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduces values over the ranks, in place. `what` names it where a rank has ended or takes too long."""
@@ -60,7 +60,7 @@ def divide(params: Iterable[Tensor]) -> tuple[list[Tensor], dict[TrainingRanks, 
         else:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} was wrapped by a DistributedDataParallel with "
-                "process_groups that was deleted: keep the wrapper as long as its parameters are trained."
+                "expert_groups that was deleted: keep the wrapper as long as its parameters are trained."
             )
     return everywhere, by_ranks
 
@@ -74,4 +74,4 @@ def share_overflow(params: Iterable[Tensor], flags: Iterable[Tensor]) -> None:
     """
     for ranks in divide(params)[1]:
         for flag in flags:
-            ranks.share(flag, dist.ReduceOp.MAX, "the search for gradients that are not finite, in process_groups")
+            ranks.share(flag, dist.ReduceOp.MAX, "the search for gradients that are not finite, in expert_groups")

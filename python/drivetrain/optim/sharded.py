@@ -202,13 +202,13 @@ def _sum_over_groups(ranks: over_groups.TrainingRanks, params: Sequence[Tensor])
     for param in params:
         if is_dtensor(param) or (param.grad is not None and param.grad.layout != torch.strided):
             raise NotImplementedError(
-                f"a parameter of shape {tuple(param.shape)} in process_groups is a DTensor or has a sparse gradient. "
+                f"a parameter of shape {tuple(param.shape)} in expert_groups is a DTensor or has a sparse gradient. "
                 "No norm over ranks covers it: clip it on its own."
             )
     grads = [param.grad for param in params if param.grad is not None and over_groups.group_params[param].counts]
     nothing = torch.zeros((), dtype=torch.float64, device=params[0].device)
     squares = local_sum_of_squares(grads) if grads else nothing
-    ranks.share(squares, dist.ReduceOp.SUM, "the norm of all ranks' gradients, in process_groups")
+    ranks.share(squares, dist.ReduceOp.SUM, "the norm of all ranks' gradients, in expert_groups")
     return squares
 
 

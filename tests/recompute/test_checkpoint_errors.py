@@ -56,13 +56,13 @@ class Wandering(nn.Module):
         ("fewer", r"Wandering saved 4 tensors for backward and only 3 when it was called again\.\n  The first missing "
          r"one: torch.float32 \[3, 4\] on cpu, output of ExpBackward0\nUsually the function took another path"),
         ("more", r"saved 4 tensors .* and at least 5 .*\n  The first additional one is saved in \w+.* of Wandering \("
-         r"checkpoint/test_checkpoint_errors.py:\d+ in forward\)|tensor 2 of 4 .* other metadata"),
+         r"recompute/test_checkpoint_errors.py:\d+ in forward\)|tensor 2 of 4 .* other metadata"),
         ("shape", r"tensor 1 of 4 that Wandering saved for backward has other metadata when it is recomputed\.\n"
          r"  forward: torch.float32 \[3, 4\] on cpu\n  recomputed: torch.float32 \[2, 4\] on cpu.* in inner.0 of "
          r"Wandering \("),
         ("dtype", r"forward: torch.float32 .*\n  recomputed: torch.bfloat16 .* in inner.0 of Wandering \("),
         ("buffer", r"buffer 'scale' of Wandering \(torch.float32 \[4\] on cpu\), which Wandering saved for backward, "
-         r"has been modified in place since, in Wandering \(checkpoint/test_checkpoint_errors.py:"
+         r"has been modified in place since, in Wandering \(recompute/test_checkpoint_errors.py:"
          r"\d+ in forward\): .* optimizer"),
     ],
 )  # fmt: skip
@@ -79,8 +79,8 @@ def test_other_values_are_an_error_with_verify() -> None:
     out = checkpoint(Wandering("value"), x, verify=True)
     with pytest.raises(
         CheckpointError,
-        match=r"tensor 1 of 4 that Wandering saved for backward has other values .*\n  forward: .* in inner.0 of "
-        r"Wandering \(check.*\n  recomputed: .*AddBackward0, in inner.0 of Wandering .*\nUsually random numbers of ",
+        match=r"tensor 1 of 4 that Wandering saved for backward has other values .*\n  forward: .* in inner.0 "
+        r"of Wandering \(rec.*\n  recomputed: .*AddBackward0, in inner.0 of Wandering .*\nUsually random numbers of ",
     ):
         out.sum().backward()
     x = torch.ones(100, requires_grad=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.host_memory import HostMemory
-from drivetrain.plan import calibrate as calibration
-from drivetrain.plan import replay
-from drivetrain.plan.devices import device_of
-from drivetrain.plan.trace import FREE, OP, StepTrace
-from drivetrain.plan.tracer import trace_steps
+from drivetrain.planner import calibrate as calibration
+from drivetrain.planner import replay
+from drivetrain.planner.devices import device_of
+from drivetrain.planner.trace import FREE, OP, StepTrace
+from drivetrain.planner.tracer import trace_steps
 
 _NEVER = math.inf
 

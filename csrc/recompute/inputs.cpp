@@ -1,5 +1,5 @@
 // Replaces the tensors among arguments with capsules, and back; see inputs.h.
-#include "checkpoint/inputs.h"
+#include "recompute/inputs.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -7,7 +7,7 @@
 
 namespace py = pybind11;
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 namespace {
 
 constexpr const char* kTensorIndex = "drivetrain.Inputs";  // holds the index plus 1, because capsules hold no null
@@ -101,4 +101,4 @@ std::string Inputs::first_written() const {
   return "";
 }
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

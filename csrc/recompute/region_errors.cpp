@@ -5,11 +5,11 @@
 
 #include "base/check.h"
 #include "base/torch_text.h"
-#include "checkpoint/region.h"
+#include "recompute/region.h"
 
 namespace py = pybind11;
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 namespace {
 
 constexpr const char* kOtherPath =
@@ -18,7 +18,7 @@ constexpr const char* kOtherPath =
     "Calls of train() or eval() in between have the same effect.";
 
 py::object location_py(const char* function) {
-  return py::module_::import("drivetrain.checkpoint.location").attr(function);
+  return py::module_::import("drivetrain.recompute.location").attr(function);
 }
 
 // Returns a text such as "float32 [4, 8] on cpu, output of AddmmBackward0".
@@ -115,4 +115,4 @@ std::string CheckpointRegion::value_written(size_t index) const {
               "operation that is not in place, as without checkpointing.");
 }
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

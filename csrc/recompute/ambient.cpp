@@ -1,5 +1,5 @@
 // Reads and restores random states and autocast; see ambient.h.
-#include "checkpoint/ambient.h"
+#include "recompute/ambient.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -11,7 +11,7 @@
 
 namespace py = pybind11;
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 namespace {
 
 at::CPUGeneratorImpl& cpu_generator() {
@@ -132,4 +132,4 @@ AutocastGuard::~AutocastGuard() {
   if (before_ != Autocast::now()) before_.set();
 }
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from drivetrain import _C
 from drivetrain.bench import scaling
-from drivetrain.plan.devices import Link
-from drivetrain.plan.network import Cluster, cluster_of
-from drivetrain.plan.simulation import (
+from drivetrain.planner.devices import Link
+from drivetrain.planner.network import Cluster, cluster_of
+from drivetrain.planner.simulation import (
     Bucket,
     LinkFault,
     Stragglers,

@@ -17,10 +17,10 @@
 #include <typeinfo>
 #include <vector>
 
-#include "checkpoint/ambient.h"
-#include "checkpoint/inputs.h"
+#include "recompute/ambient.h"
+#include "recompute/inputs.h"
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 
 struct RegionOptions {
   bool preserve_rng_state;
@@ -109,4 +109,4 @@ bool is_running_statistic(const at::Tensor& tensor);
 // Throws torch.utils.checkpoint.CheckpointError.
 [[noreturn]] void throw_checkpoint_error(const std::string& message);
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

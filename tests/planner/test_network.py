@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.bench import scaling
-from drivetrain.plan.devices import Link
-from drivetrain.plan.network import (
+from drivetrain.planner.devices import Link
+from drivetrain.planner.network import (
     ALGORITHMS,
     Cluster,
     all_reduce_seconds,

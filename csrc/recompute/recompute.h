@@ -3,8 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 
 void register_checkpoint(pybind11::module_& m);
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 
 // Wraps a C++ value in a Python capsule, which owns it.
 template <class T>
@@ -56,4 +56,4 @@ class HooksGuard {
   HooksGuard& operator=(const HooksGuard&) = delete;
 };
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

@@ -13,7 +13,7 @@ from torch import nn
 import drivetrain
 from drivetrain.bench.activation_models import GPT, UNet
 from drivetrain.bench.plan_models import Case, measured_peak
-from drivetrain.plan.tracer import PlanError, trace_steps
+from drivetrain.planner.tracer import PlanError, trace_steps
 
 
 def made(model: nn.Module, loss: Callable[[], torch.Tensor], batch: tuple[torch.Tensor, ...], **how: object) -> Case:

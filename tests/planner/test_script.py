@@ -265,7 +265,7 @@ def test_calibration_says_why_a_script_is_not_measured(
 
 def test_a_measured_script_is_ended_in_time(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOW_DATA.replace("    loss.b", "    time.sleep(900)\n    loss.b"))
-    code = "from drivetrain.plan.script import measure_script; measure_script('train.py', period=1, seconds=2.0)"
+    code = "from drivetrain.planner.script import measure_script; measure_script('train.py', period=1, seconds=2.0)"
     done = subprocess.run([warm_python(), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "PlanError: train.py has made 0 optimizer steps in 2 s, too few to measure an iteration" in done.stderr
 
@@ -289,7 +289,7 @@ for kind in (DataLoader, StatefulDataLoader):
         model(x).square().mean().backward()
         optimizer.step()
 """)
-    code = "from drivetrain.plan.script import measure_script; print(measure_script('train.py', period=1, batch=5))"
+    code = "from drivetrain.planner.script import measure_script; print(measure_script('train.py', period=1, batch=5))"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run(
         [warm_python(), "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120

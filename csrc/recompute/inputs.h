@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 
 // Keeps tensors as autograd's saved variables, so that saved-tensor hooks in force, such as those of an outer
 // checkpoint, apply to them. Finds tensors in nested tuples, lists and dicts, and copies lists and dicts. The GIL must
@@ -36,4 +36,4 @@ class Inputs {
   std::vector<Input> inputs_;
 };
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 
 // The states of the default generators of the CPU and of all accelerator devices. An accelerator that is not
 // initialized is left out, because reading its state would initialize it. Methods take the GIL if they need it.
@@ -79,4 +79,4 @@ class AutocastGuard {
   const Autocast before_;
 };
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.plan.allocator import LARGE_BUFFER, SMALL_BUFFER, CachingAllocator, HostAllocator, OutOfMemory
+from drivetrain.planner.allocator import LARGE_BUFFER, SMALL_BUFFER, CachingAllocator, HostAllocator, OutOfMemory
 from effort import rounds
 
 MIB = 1 << 20

@@ -1,5 +1,5 @@
 // Calls a function without keeping its saved tensors, and calls it again in backward; see region.h.
-#include "checkpoint/region.h"
+#include "recompute/region.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/resolve_conj.h>
@@ -13,13 +13,13 @@
 
 #include "base/check.h"
 #include "base/hash.h"
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/hooks.h"
+#include "recompute/hooks.h"
+#include "recompute/recompute.h"
 #include "trace/span.h"
 
 namespace py = pybind11;
 
-namespace drivetrain::checkpoint {
+namespace drivetrain::recompute {
 namespace {
 
 constexpr const char* kRegion = "drivetrain.Region";
@@ -288,4 +288,4 @@ void register_checkpoint(py::module_& m) {
   m.def("hash_tensor", [](const at::Tensor& tensor) { return hash_of(tensor); }, py::arg("tensor"));
 }
 
-}  // namespace drivetrain::checkpoint
+}  // namespace drivetrain::recompute

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import drivetrain
 from drivetrain.bench.activation_models import GPT
 from drivetrain.host_memory import HostMemory
-from drivetrain.plan import calibrate as calibration
-from drivetrain.plan.compare import compare, table
-from drivetrain.plan.cost import Run, price_run, with_interruptions
-from drivetrain.plan.devices import device_names, device_of
-from drivetrain.plan.options import Options, bytes_of
-from drivetrain.plan.questions import largest, largest_by_line
-from drivetrain.plan.result import Plan
-from drivetrain.plan.timing import all_reduce_seconds
+from drivetrain.planner import calibrate as calibration
+from drivetrain.planner.compare import compare, table
+from drivetrain.planner.cost import Run, price_run, with_interruptions
+from drivetrain.planner.devices import device_names, device_of
+from drivetrain.planner.options import Options, bytes_of
+from drivetrain.planner.questions import largest, largest_by_line
+from drivetrain.planner.result import Plan
+from drivetrain.planner.timing import all_reduce_seconds
 
 GIB = 2**30
 
@@ -247,7 +247,10 @@ def test_largest_by_line_finds_the_bound_in_few_tries(
 
 def test_largest_batch_and_length_fit_and_one_more_does_not(tmp_path: Path) -> None:
     small = (
-        (Path(drivetrain.__file__).parent / "plan" / "devices.toml").read_text().split("[h100]")[1].split("[h200]")[0]
+        (Path(drivetrain.__file__).parent / "planner" / "devices.toml")
+        .read_text()
+        .split("[h100]")[1]
+        .split("[h200]")[0]
     )
     table = tmp_path / "devices.toml"
     table.write_text("[tiny]" + small.replace("memory = 79.1", "memory = 0.78"))

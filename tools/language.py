@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 MAX_WORDS = 25
 FRAGMENT = re.compile(r"(Of|The same|What|Whether|Who)\s")
-AVOIDED = re.compile(r"\b(somebody|nobody|someone|anew|beside|under way)\b", re.IGNORECASE)
+AVOIDED = re.compile(
+    r"\b(?:somebody|nobody|someone|anew|beside|under\sway|(?:those|that)\sof|told)\b|,\stoo\b(?!\s\w)", re.IGNORECASE
+)
 BRITISH = re.compile(
     r"\b((?:synchron|normal|initial|serial|optim|vector|special|parallel|minim|maxim|general|real|recogn|summar|final|organ"
     r"|util|token|random|material|penal|custom|emphas|local|visual|character|author|factor|capital|stabil)"

@@ -39,7 +39,7 @@ def bound(
         trace: The values, operations and uses, as `_C.activation_solve` takes them.
         budget_bytes: The most bytes in memory at a time during backward.
         enough_seconds: Higher bounds are not searched.
-        price: Seconds per byte saved at the end of forward; by default that of the minimum cut.
+        price: Seconds per byte saved at the end of forward; by default the minimum cut's.
         num_states: States of the search at a time; more of them give higher bounds and take longer.
 
     Raises:

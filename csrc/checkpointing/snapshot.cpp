@@ -265,7 +265,7 @@ bool Snapshot::is_copied(size_t source) const {
   return state_->part_is_copied.at(source + 1);
 }
 
-// Copies, too, because the threads of low priority may get no core for long while others want all of them.
+// Copies as well, because the threads of low priority may get no core for long while others want all of them.
 bool Snapshot::wait_copied(const std::vector<size_t>& sources, double timeout_s) const {
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));

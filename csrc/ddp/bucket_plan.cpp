@@ -21,7 +21,7 @@ struct OpenBucket {
 };
 
 // Closes a group's bucket where is_full(bucket) holds after a parameter, and all buckets where closes_all(position)
-// holds. The rest of each group is a bucket, too.
+// holds. The rest of each group is a bucket as well.
 template <class IsFull, class ClosesAll>
 std::vector<BucketPlan> pack(const std::vector<ParamSize>& sizes, const std::vector<int64_t>& order, IsFull&& is_full,
                              ClosesAll&& closes_all) {

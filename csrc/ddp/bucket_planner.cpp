@@ -48,10 +48,10 @@ constexpr const char* kTimes = "the gradients' times";
 constexpr const char* kProbe = "a probe that is timed";
 constexpr double kShortest = 1e-9;  // seconds of an all-reduce
 
-// Returns the obstacle that a rank has told. Behind a failed collective there may be any value, and the next one
+// Returns the obstacle that a rank has reported. Behind a failed collective there may be any value, and the next one
 // throws.
-int64_t obstacle_of(const at::Tensor& told) {
-  const double code = told.data_ptr<double>()[0];
+int64_t obstacle_of(const at::Tensor& reported) {
+  const double code = reported.data_ptr<double>()[0];
   return code >= 0 && code < static_cast<double>(kNumObstacles) ? static_cast<int64_t>(code) : kLate;
 }
 

@@ -63,7 +63,7 @@ bool BucketQueue::start_full() {
 void BucketQueue::start(size_t index) {
   states_[index].phase = Phase::kReducing;
   const Bucket& bucket = parts_.buffer.bucket(index);
-  // The bucket's gradients, and those of buckets that are held back with it, may have come on several streams.
+  // The gradients of the bucket and of buckets that are held back with it may have come on several streams.
   parts_.streams.join(parts_.params[bucket.params[0]].tensor.device());
   if (parts_.buffer.settings.reuses_memory) {
     make_room_for(index);

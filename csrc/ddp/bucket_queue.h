@@ -35,7 +35,7 @@ struct Scaling {
 // Invariant: every rank starts the same buckets in the same order, whatever the order in which its gradients come.
 class BucketQueue {
  public:
-  // Is told of the parameters of each bucket, by index, once their `.grad` are final, and if the bucket is the last. It
+  // Receives the parameters of each bucket, by index, once their `.grad` are final, and if the bucket is the last. It
   // may take `.grad` away.
   using OnReduced = std::function<void(const std::vector<size_t>& params, bool is_last)>;
 
@@ -125,7 +125,7 @@ class BucketQueue {
   Scaling scaling_;
   std::vector<State> states_;     // by bucket
   size_t next_ = 0;               // the first bucket that has not started
-  size_t next_to_hand_over_ = 0;  // the first bucket that on_reduced_ has not been told of
+  size_t next_to_hand_over_ = 0;  // the first bucket that on_reduced_ has not received
   std::exception_ptr hand_over_error_;
 };
 

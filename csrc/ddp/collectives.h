@@ -69,7 +69,7 @@ class Collectives {
 
   // The following four communicate at once, where the step's first gradient has come.
 
-  // Sums `flat` over ranks, in place. before_start: called once the ranks have told each other what they start.
+  // Sums `flat` over ranks, in place. before_start: called once the ranks have agreed on what they start.
   void sum_now(const at::Tensor& flat, const std::string& what, Purpose purpose = Purpose::kPlan,
                const std::function<void()>& before_start = {});
   // Returns rank 0's values, so that ranks that measured or computed other values agree.

@@ -174,7 +174,7 @@ py::bytes address_bytes(const ShmSegment::Address& address) {
 }
 
 // Opens the lines of the ranks of this host. addresses: by rank within the host.
-// ranks: those of the process group on this host. hosts: each host's first rank; empty: hosts compare nothing. between:
+// ranks: the process group's ranks on this host. hosts: each host's first rank; empty: hosts compare nothing. between:
 // the process group of these; "" on other ranks.
 std::shared_ptr<TagBoard> make_tag_board(std::shared_ptr<ShmSegment> own, const std::vector<std::string>& addresses,
                                          int rank, std::vector<uint64_t> ranks, std::vector<std::string> rank_names,

@@ -57,7 +57,7 @@ class GradBuffer {
   };
   // The layout settings take effect with the next build().
   struct Settings {
-    bool stays_views = false;  // tensors that a script keeps over a `.grad` show the parameter's next gradient, too
+    bool stays_views = false;  // tensors that a script keeps over a `.grad` show the parameter's next gradient as well
     std::optional<at::ScalarType> low_precision;  // the gradients' dtype instead of their parameters'; layout
     bool reuses_memory = false;  // later buckets reuse the memory of earlier ones, for steps in backward; layout
     // A communication hook reads the buckets, in torch's layout, so that the transport does not touch them; layout.

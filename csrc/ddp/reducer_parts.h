@@ -40,7 +40,7 @@ struct ReducerOptions {
   bool shares_norm = false;            // optimizers may use the norm that a reduction finds
   bool plan_from_measurement = false;  // only on one device, without sparse gradients, and the same on every rank
   std::string wrapper;                 // names the wrapper in messages of processes that have several
-  bool gradients_stay_views = false;   // tensors kept over a `.grad` show the parameter's next gradient, too
+  bool gradients_stay_views = false;   // tensors kept over a `.grad` show the parameter's next gradient as well
 };
 
 // The state of the current synchronized step.

@@ -116,7 +116,7 @@ void StepGradients::hand_back(size_t param, bool used) {
   }
   const at::Tensor& result = of.sparse ? buffer_.bucket(buffer_.region(param).bucket).flat : buffer_.region(param).view;
   result.unsafeGetTensorImpl()->bump_version();  // transports write memory past autograd
-  // Another hook, such as that of a second wrapper, may have replaced a `.grad` that was the view.
+  // Another hook, such as a second wrapper's, may have replaced a `.grad` that was the view.
   store_.with(of.tensor, [&](at::Tensor& grad) {
     if (!grad.is_same(result)) grad = result;
   });

@@ -20,7 +20,7 @@ inline at::Tensor as_real(const at::Tensor& flat) {
   return flat.is_complex() ? at::view_as_real(flat).flatten() : flat;
 }
 
-// Returns an empty sparse gradient, sparse in its first dimension as that of an Embedding.
+// Returns an empty sparse gradient, sparse in its first dimension as an Embedding's.
 inline at::Tensor no_rows(const at::Tensor& param) {
   const auto options = at::TensorOptions(param.scalar_type()).device(param.device()).layout(at::kSparse);
   return at::_sparse_coo_tensor_with_dims(1, param.dim() - 1, param.sizes(), options);

@@ -31,7 +31,7 @@ class UnevenInputs {
 
   // Takes part in the planning of buckets, where the others' backward begins.
   void shadow_planning();
-  // Adds zeros to the reduction of a bucket. as_sum: the others divide by another number than that of all ranks.
+  // Adds zeros to the reduction of a bucket. as_sum: the others divide by another number than all ranks'.
   std::unique_ptr<PendingReduce> reduce_zeros(size_t bucket, bool as_sum);
   void wait_for_zeros(size_t bucket, PendingReduce& reduce);
   // Takes part in the sum of the maps of used parameters, where there is one.

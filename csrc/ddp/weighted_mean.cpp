@@ -18,8 +18,8 @@ namespace drivetrain::ddp {
 namespace {
 
 constexpr const char* kUncounted =
-    "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronized backward, of a "
-    "backward without weight, or of one that raised. Call optimizer.zero_grad() first.";
+    "backward(loss, weight=...) found gradients that no weight counts: from an earlier synchronized backward, from a "
+    "backward without weight, or from one that raised. Call optimizer.zero_grad() first.";
 constexpr const char* kUnweighted =
     "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...). Give "
     "every backward of an accumulation a weight, or call optimizer.zero_grad() first.";
@@ -28,7 +28,7 @@ constexpr const char* kWasLate =
 
 constexpr const char* kParted =
     "drivetrain: the ranks ran different backwards: some backward(loss, weight=...) after a forward, others again over "
-    "its outputs, or over those of a forward under no_sync()";
+    "its outputs, or over outputs of a forward under no_sync()";
 constexpr const char* kEqualBackwards =
     "Every rank must run the same forwards and backwards. The replicas may differ: load the last checkpoint.";
 

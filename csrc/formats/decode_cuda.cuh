@@ -46,7 +46,7 @@ __device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
 #endif
 }
 
-// Returns the bits of bfloat16 number k as those of a float.
+// Returns bfloat16 number k as the bits of a float.
 __device__ __forceinline__ uint32_t widened_bfloat16(const uint32_t* words, int k) {
   return k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u;
 }

@@ -6,7 +6,7 @@
 namespace drivetrain::formats {
 
 // torch multiplies gradients in one pass per factor, and each pass rounds to their dtype. To have the same
-// bits, a single pass applies the factors in this order and rounds every product, too.
+// bits, a single pass applies the factors in this order and rounds every product as well.
 struct Factors {
   static constexpr int kMost = 2;  // the inverse of a loss scale and a clipping coefficient
   double values[kMost] = {};

@@ -80,7 +80,7 @@ inline void store_bfloat16_vector(const float* from, uint16_t* to) {
   constexpr int kSubnormal = 0x20;
   // The instruction gives bfloat16_from_float()'s bits except for subnormal values, which it replaces by zeros.
   if (kHasBFloat16Instruction && _mm512_fpclass_ps_mask(values, kSubnormal) == 0) [[likely]] {
-    // Assembler, because these sources are compiled for processors without the instruction, too.
+    // Assembler, because these sources are compiled for processors without the instruction as well.
     asm("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(values));
   } else {
     halves = bfloat16_vector(values);

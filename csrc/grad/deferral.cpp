@@ -66,7 +66,7 @@ bool can_wait(const at::Tensor& grad) {
          !grad.requires_grad() && impl.is_non_overlapping_and_dense() && is_sole_reference(grad) && owns_memory(grad);
 }
 
-// Returns whether the metadata is that of a leaf, and of no subclass of torch's, which views have.
+// Returns whether the metadata is a leaf's, and of no subclass of torch's, which views have.
 bool is_leaf_meta(const c10::AutogradMetaInterface& meta) {
   return typeid(meta) == typeid(AutogradMeta) && !static_cast<const AutogradMeta&>(meta).grad_fn_;
 }

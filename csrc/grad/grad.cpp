@@ -65,11 +65,11 @@ void register_grad(py::module_& m) {
   m.def("deferred_norm", &Deferral::norm, py::arg("params"), py::arg("deferrals"), no_gil());
   m.def("multiply_deferred", &Deferral::multiply, py::arg("deferrals"), py::arg("factor"), no_gil());
   m.def("drop_deferred", &Deferral::drop, py::arg("params"), py::arg("zeroes"));
-  // Python hooks on saved tensors may raise, as those of activation checkpointing do. torch's errors must keep torch's
+  // Python hooks on saved tensors may raise, as activation checkpointing's hooks do. torch's errors must keep torch's
   // types.
   m.def("fused_linear", torch::wrap_pybind_function_no_gil(&fused_linear), py::arg("input"), py::arg("weight"),
         py::arg("bias"), py::arg("is_conv1d"));
-  // Counts the post hooks of a leaf's accumulator: those of DistributedDataParallel's reducers, drivetrain's or
+  // Counts the post hooks of a leaf's accumulator: hooks of DistributedDataParallel's reducers, drivetrain's or
   // torch's.
   m.def(
       "num_accumulator_hooks", [](const at::Tensor& param) { return grad_accumulator_of(param)->post_hooks().size(); },

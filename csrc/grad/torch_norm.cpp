@@ -16,7 +16,7 @@ namespace drivetrain::grad {
 namespace {
 
 // Returns whether torch sums the gradient's squares on one thread, so that the number of threads changes no bit. Its
-// float16 and float64 norms, and those of other layouts, may be sums of parts.
+// float16 and float64 norms, and norms of other layouts, may be sums of parts.
 bool is_summed_on_one_thread(const at::Tensor& grad) {
   return (grad.scalar_type() == at::kFloat || grad.scalar_type() == at::kBFloat16) && grad.is_contiguous();
 }

@@ -2,7 +2,7 @@
 // arguments. Needs no torch header.
 //
 // A matrix is divided into units of kUnitRows * kUnitColumns elements, and a unit into strips of kStripRows rows. A
-// row's squares are summed within a unit as those of a chunk (formats/summation.h). A column's squares are summed
+// row's squares are summed within a unit as a chunk's squares are (formats/summation.h). A column's squares are summed
 // within a strip from top to bottom. Strips are summed as a tree, by adding the second half to the first, and units
 // from first to last. For the mean over a matrix's rows, row i is added to slot i % kMeanSlots, and the slots as a
 // tree. So the order depends on shapes alone.

@@ -45,7 +45,7 @@ struct ParamStart {
   int32_t numbers;                  // index into StepStart::numbers
   double steps_done;                // for rules that do not count steps
   uint64_t seed;                    // seed of the random bits
-  void* scalars[kMaxScalars] = {};  // those of the rule, on the device
+  void* scalars[kMaxScalars] = {};  // the rule's scalars, on the device
   bool scalars_are_double[kMaxScalars] = {};
 };
 

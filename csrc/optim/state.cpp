@@ -57,7 +57,7 @@ void register_state(py::module_& m) {
         return find_rule(rule).counts_steps || precision.rounding == Rounding::kStochastic;
       },
       py::arg("rule"), py::arg("precision"));
-  // Returns the names of the rule's scalars (rules/hypers.h), and those of all rules.
+  // Returns the names of the rule's scalars (rules/hypers.h), and of the scalars of all rules.
   m.def(
       "optim_scalars",
       [](const std::string& rule) {

@@ -11,7 +11,7 @@
 
 namespace drivetrain::recompute {
 
-// Keeps tensors as autograd's saved variables, so that saved-tensor hooks in force, such as those of an outer
+// Keeps tensors as autograd's saved variables, so that saved-tensor hooks in force, such as hooks of an outer
 // checkpoint, apply to them. Finds tensors in nested tuples, lists and dicts, and copies lists and dicts. The GIL must
 // be held.
 class Inputs {

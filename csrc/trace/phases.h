@@ -6,7 +6,7 @@
 
 namespace drivetrain::trace {
 
-// The order is that of PHASES in python/drivetrain/phases.py.
+// The order follows PHASES in python/drivetrain/phases.py.
 enum class Phase : int32_t {
   kHost,  // everything that no other phase claims
   kData,

@@ -82,7 +82,7 @@ EPILOG = """examples:
   python examples/gpt/accuracy.py --seeds 8 --steps 150  more pairs of shorter runs: narrower intervals
   python examples/gpt/accuracy.py --quick                a check of about a minute that everything runs
 
-Reading the table: a difference is a row's held-out loss minus that of torch's float32 run with the same seed, in nats
+Reading the table: a difference is a row's held-out loss minus torch's float32 loss with the same seed, in nats
 per byte; above 0 is worse. An interval that contains 0 means that these seeds show no difference; differences smaller
 than its half width cannot be seen. Bytes are per parameter: the parameter, its gradient and the optimizer's state.
 """

@@ -93,7 +93,7 @@ def main() -> None:
         add_rows(table, task, runs)
         gap = largest_difference(runs)
         table.add_row(f"largest difference of the first {FIRST_STEPS} losses", "", f"{gap:.1e}", "")
-        if not gap <= TOLERANCE:  # true for nan, too
+        if not gap <= TOLERANCE:  # true for nan as well
             failed.append(f"{task}: the first {FIRST_STEPS} losses differ by {gap:.1e}, allowed {TOLERANCE:g}")
     console.print(table)
     if args.json:

@@ -11,7 +11,7 @@ NAMESPACES = Path("/proc/self/ns")
 
 
 class Process(TypedDict):
-    """Identifies one process among those of all hosts and all times."""
+    """Identifies one process among all hosts' processes of all times."""
 
     host: str  # "": unknown, and so is whether its processes have ended
     pid: int

@@ -85,11 +85,11 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     attribute, in a container, or in a subclass made earlier. Objects built earlier keep their class and are no
     instances of ours. Call this before you build models and optimizers.
 
-    A second call adds to the first. Its defaults replace those of the same name.
+    A second call adds to the first. Its defaults replace defaults of the same name.
 
     Args:
         optim: Rebinds the optimizers that drivetrain.optim has, torch.amp.GradScaler and
-            torch.nn.utils.clip_grad_norm_, too. torch's own step updates the parameters that ours
+            torch.nn.utils.clip_grad_norm_ as well. torch's own step updates the parameters that ours
             cannot, with a warning.
         **ddp_defaults: Arguments for every DistributedDataParallel whose caller does not pass them.
 
@@ -122,7 +122,7 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
 def uninstall() -> None:
     """Undoes `install`: restores each name that it rebound and that still is ours, and forgets the defaults.
 
-    torch modules that were first imported in between get torch's class back, too. Other modules keep what they imported
+    torch modules that were first imported in between also get torch's class back. Other modules keep what they imported
     under torch's names in between, because an import from drivetrain looks the same. Without an `install` it does
     nothing.
     """

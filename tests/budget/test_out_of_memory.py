@@ -41,7 +41,7 @@ def test_a_step_that_runs_out_of_memory_is_run_again_with_less(gpt: tuple[nn.Mod
         step()
         raise torch.OutOfMemoryError("no more")
 
-    with pytest.raises(torch.OutOfMemoryError, match=r"with a budget of .*, too: set a smaller one.*no more"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"with a budget of .* as well: set a smaller one.*no more"):
         plan.step(always_fails)
 
 

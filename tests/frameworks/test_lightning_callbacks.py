@@ -171,7 +171,7 @@ def test_what_cannot_be_continued_is_refused_before_training(tmp_path: Path) -> 
         trainer.fit(Module(size), DataLoader(trainers.Rows(False), 31))
 
     fit(3)
-    with pytest.raises(ValueError, match=r"layer\.weight.* To start another run than that of .* choose"):
+    with pytest.raises(ValueError, match=r"layer\.weight.* To start a run other than the one in .* choose"):
         fit(4)
     with pytest.raises(ValueError, match="ModelPruning has use_lottery_ticket_hypothesis, expected False"):
         fit(3, ModelPruning("l1_unstructured", amount=0.2))

@@ -170,7 +170,7 @@ def test_a_script_is_followed_to_its_device(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_devices_without_a_clock_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError, match="meta, where the model is: it takes those of the CPU and of CUDA"):
+    with pytest.raises(NotImplementedError, match="meta, where the model is: it takes only CPU and CUDA devices"):
         Monitor(nn.Linear(2, 2, device="meta"))
     monkeypatch.setattr(_C, "has_cuda", lambda: False)
     monkeypatch.setattr("drivetrain.monitor.monitor._device_of", lambda _: torch.device("cuda", 0))

@@ -36,7 +36,11 @@ LONG_FAULT = "26 words, expected at most 25"
         ("What do others have?", []),
         ("Whether it fits.", ['a sentence that begins with "Whether"']),
         ("Who waits for whom.", ['a sentence that begins with "Who"']),
-        ("Whole rows count, and often those of others.", []),
+        ("Whole rows count, and often those behind them.", []),
+        (
+            "Too few, too many, too: those of one, and that of two.",
+            [f'the word "{one}"' for one in (", too", "those of", "that of")],
+        ),
         ("Nobody starts anew.", ['the word "Nobody"', 'the word "anew"']),
         (
             "It synchronises labelled colours.",

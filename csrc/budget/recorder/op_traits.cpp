@@ -19,7 +19,7 @@ bool is_one_of(std::string_view name, const std::array<std::string_view, N>& nam
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-// Models also gather into or add to tensors of zeros and ones, so these count as uninitialized, too.
+// Models also gather into or add to tensors of zeros and ones, so these count as uninitialized as well.
 constexpr std::array<std::string_view, 17> kUninitialized{
     "aten::empty",     "aten::empty_like", "aten::empty_strided",     "aten::empty_permuted", "aten::new_empty",
     "aten::resize",    "aten::zeros",      "aten::new_empty_strided", "aten::zeros_like",     "aten::new_zeros",

@@ -1,4 +1,4 @@
-// Compares the values that a replay reads with those of the forward pass; see read_checks.h.
+// Compares the values that a replay reads with the forward pass's values; see read_checks.h.
 #include "budget/recorder/read_checks.h"
 
 #include "base/check.h"

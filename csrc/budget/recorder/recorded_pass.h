@@ -24,7 +24,7 @@ namespace drivetrain::budget {
 // one thread.
 class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
  public:
-  // compares_checksums: replays compare the values that they read with those of the forward pass. This finds writes
+  // compares_checksums: replays compare the values that they read with the forward pass's values. This finds writes
   // that no version counter shows, and reads every byte once more.
   RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<TapePlan> plan,
                std::shared_ptr<const StorageFormats> formats, RecordingPurpose purpose, bool compares_checksums = false,

@@ -16,7 +16,7 @@
 
 namespace drivetrain::budget {
 
-// A missing value is replayed from its operation's inputs, which are replayed in turn where they are missing, too.
+// A missing value is replayed from its operation's inputs, which are replayed in turn where they are missing as well.
 // Values and arguments are freed as soon as neither a saved tensor nor another pending operation needs them.
 class Replay {
  public:

@@ -34,7 +34,7 @@ class ValueStore {
   void await_copy_out(int32_t value) const;
 
   // Start copies back from the host when backward has taken `value`. The first starts those that the plan attaches to
-  // it. The second starts that of the last value offloaded before it, as backward visits values in reverse order.
+  // it. The second starts the copy of the last value offloaded before it, as backward visits values in reverse order.
   void prefetch_planned_at(int32_t value);
   void prefetch_before(int32_t value);
 

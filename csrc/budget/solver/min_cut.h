@@ -53,7 +53,7 @@ class MinCut {
   std::vector<SaveEdge> save_edges_;
   std::vector<int32_t> always_saved_;
   // Sums the longest restore time of each value that cannot be recomputed. A replay of its operation for another output
-  // may restore the value, too.
+  // may restore the value as well.
   double free_seconds_ = 0;
   double price_ = 0;
   double flow_ = 0;

@@ -49,7 +49,7 @@ class HostExchange {
 
 // Takes part in rounds for a host. A host asks for one or several collectives, and starts them once all hosts have
 // asked for the same in one round. If they differ behind the first collective, they agree on that one alone, and ask
-// again for each of the others. A host that waits long in a collective takes part in a round, too, and says so. It
+// again for each of the others. A host that waits long in a collective takes part in a round as well, and says so. It
 // then sees a host that asks for something else in the place of what it has started, instead of waiting for it in vain.
 //
 // All hosts see the same messages, and draw the same conclusion from them. Not thread safe, except as stated.

@@ -101,7 +101,7 @@ std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& gr
   const auto bytes_of = [](const std::string& words) { return std::vector<uint8_t>(words.begin(), words.end()); };
   try {
     if (!failure.empty()) store->set(first, bytes_of(text(ranks.name(group.getRank()), ": ", failure)));
-    if (store->add(key + "/told", 1) == group.getSize()) store->set(all, bytes_of("told"));
+    if (store->add(key + "/known", 1) == group.getSize()) store->set(all, bytes_of("known"));
     store->wait({all}, timeout);
     if (!store->check({first})) return "";
     const std::vector<uint8_t> words = store->get(first);

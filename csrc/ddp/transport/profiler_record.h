@@ -1,4 +1,4 @@
-// Records collectives of our transports for torch's profilers, in the form of those of process groups. Without a
+// Records collectives of our transports for torch's profilers, in the form that process groups use. Without a
 // profiler it costs one check.
 #pragma once
 

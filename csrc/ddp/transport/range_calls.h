@@ -25,8 +25,8 @@ struct RangeCall {
 // The alignment of values outside all ranges. A shorter gap between ranges is padding, whose values no rank needs.
 constexpr int64_t kGapAlignment = 64;  // bytes
 
-// Returns the calls that bring each rank the sums of its ranges, and all ranks those of the gaps. Returns nothing where
-// one all-reduce is better: values go to further ranks, or there are many small calls.
+// Returns the calls that bring each rank the sums of its ranges, and all ranks the sums of the gaps. Returns nothing
+// where one all-reduce is better: values go to further ranks, or there are many small calls.
 std::vector<RangeCall> scatter_calls(const RankRanges& ranges, int64_t bytes, int size);
 
 // Returns the calls that bring every rank the values of all ranges.

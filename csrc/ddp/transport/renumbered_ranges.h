@@ -1,4 +1,4 @@
-// Declares ranges of ranks under other numbers, such as those of their hosts. Needs no torch header.
+// Declares ranges of ranks under other numbers, such as their hosts' numbers. Needs no torch header.
 #pragma once
 
 #include <vector>

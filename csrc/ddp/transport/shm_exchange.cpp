@@ -196,7 +196,7 @@ bool ShmExchange::is_square_sum_wanted(const Running& running) const {
   return false;
 }
 
-// The sums are intact, as the slot's next operation begins only when this rank has started it, too.
+// The sums are intact, as the slot's next operation begins only when this rank has started it as well.
 void ShmExchange::keep_square_sum(const Running& running) {
   const uint64_t slot = running.number % kSlots;
   if (!running.operation.wants_square_sum || block_.square_sums_of[slot].load() != running.number) return;
@@ -472,7 +472,7 @@ std::string ShmExchange::missing_ranks(uint64_t number) const {
     names += (names.empty() ? "" : ", ") + options_.rank_names[rank];
   }
   if (names.empty())
-    return options_.several_hosts ? "; all ranks of this host have started it, those of another host have not"
+    return options_.several_hosts ? "; all ranks of this host have started it, ranks of another host have not"
                                   : "; all ranks have started it, and one has stopped in the middle";
   return "; not started by " + names;
 }

@@ -101,7 +101,7 @@ Mapping::Mapping(Descriptor file, int64_t bytes, bool keeps_file) : file_(std::m
   // No fork may happen between the mapping and its entry in the list.
   const std::lock_guard<std::mutex> lock(mutex_);
   // Populates this process's own memory, as page faults in the first step would cost more. A peer's memory would then
-  // count as resident here, too.
+  // count as resident here as well.
   const int flags = MAP_SHARED | (keeps_file ? MAP_POPULATE : 0);
   void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
   if (address == MAP_FAILED) fail(text("mmap of ", bytes, " bytes of shared memory"), errno);

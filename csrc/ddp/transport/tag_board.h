@@ -31,14 +31,15 @@ namespace drivetrain::ddp {
 class TagBoard {
  public:
   struct Options {
-    int rank = 0;                              // within the host
-    std::vector<char*> lines;                  // by rank of the host: line_bytes() bytes, zeroed before their first use
-    std::shared_ptr<void> memory;              // keeps the lines mapped
-    std::vector<uint64_t> ranks;               // by rank of the host: the rank of the process group
-    std::vector<std::string> rank_names;       // by rank of the process group, for messages
-    std::unique_ptr<HostAgreement> agreement;  // of the host's first rank with those of other hosts; null on the others
-    bool do_hosts_agree = false;               // before a collective starts
-    std::chrono::milliseconds limit{};         // for the wait of the host's other ranks for its first one
+    int rank = 0;                         // within the host
+    std::vector<char*> lines;             // by rank of the host: line_bytes() bytes, zeroed before their first use
+    std::shared_ptr<void> memory;         // keeps the lines mapped
+    std::vector<uint64_t> ranks;          // by rank of the host: the rank of the process group
+    std::vector<std::string> rank_names;  // by rank of the process group, for messages
+    std::unique_ptr<HostAgreement>
+        agreement;                      // of the host's first rank with other hosts' first ranks; null on the others
+    bool do_hosts_agree = false;        // before a collective starts
+    std::chrono::milliseconds limit{};  // for the wait of the host's other ranks for its first one
     std::function<bool()> has_first_rank_ended;  // its process; needed on the host's other ranks if hosts agree
   };
   static constexpr uint64_t kKept = 1024;
@@ -74,7 +75,7 @@ class TagBoard {
   void look_for_difference();
   void compare_on_host(uint64_t number, uint64_t word);
   // Takes the results of rounds. Returns the round to wait for; null: the hosts agree on all that was asked for. Throws
-  // if a connection has failed, after it has told the host's other ranks.
+  // if a connection has failed, after it has notified the host's other ranks.
   std::shared_ptr<HostExchange::Round> advance();
   void agree(uint64_t number, uint64_t word, std::unique_lock<std::mutex>& lock);
   void wait_for_first_rank(uint64_t number, uint64_t word, std::unique_lock<std::mutex>& lock);

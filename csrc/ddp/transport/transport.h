@@ -77,7 +77,7 @@ class Comm {
   // Allocates zeroed bytes in which start() works best. Every rank must allocate the same sizes in the same order.
   virtual at::Tensor allocate(int64_t bytes, c10::Device device) = 0;
   // Returns true if a script's own process group carries the values. It gets the all-reduces that torch's reducer would
-  // start, also those of a single rank, and no others.
+  // start, also a single rank's collectives, and no others.
   virtual bool is_foreign() const { return false; }
   // Returns true if this transport adds the rounding errors of a transfer to the next one of the same values.
   virtual bool carries_errors() const { return false; }

@@ -24,7 +24,7 @@ namespace {
 // One transfer of a tensor, or of a part of one.
 class Transfer {
  public:
-  // errors: those of the memory in which the tensor lies; null: none are carried.
+  // errors: the errors of the memory in which the tensor lies; null: none are carried.
   Transfer(const at::Tensor& flat, WireFormat format, CarriedErrors* errors, int rank, int size)
       : flat_(flat), format_(format) {
     const int64_t numel = flat.numel();
@@ -93,14 +93,14 @@ class Transfer {
   WireFormat format_;
   std::vector<Piece> pieces_;        // [size]
   std::vector<int64_t> counts_;      // their bytes on the wire, [size]
-  std::vector<int64_t> own_counts_;  // those of this rank's piece, [size] times
+  std::vector<int64_t> own_counts_;  // the counts of this rank's piece, [size] times
   int64_t own_numel_;
   std::shared_ptr<TransferErrors> errors_;  // null: none are carried
   at::Tensor lower_, received_;             // bytes
 };
 
 // Sums arrived transfers and sends them back, in the order of start() on every rank, whatever order they arrived in.
-// gloo's threads do this, so that it goes on while backward runs. A waiting rank does it, too.
+// gloo's threads do this, so that it goes on while backward runs. A waiting rank does it as well.
 class Chain {
  public:
   explicit Chain(TorchComm& returning) : returning_(&returning) {}
@@ -176,7 +176,7 @@ class Chain {
   std::mutex queue_;
   TorchComm* returning_;                           // null once the transport is gone, when gloo may still call back
   std::deque<std::shared_ptr<Transfer>> waiting_;  // transfers whose values have not arrived
-  std::string failure_;  // set: the ranks' orders may differ, and every later transfer fails, too
+  std::string failure_;  // set: the ranks' orders may differ, and every later transfer fails as well
 };
 
 class WireReduce final : public PendingReduce {

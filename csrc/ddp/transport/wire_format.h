@@ -55,7 +55,7 @@ class CarriedErrors {
 
   // Returns true if all these values lie in the memory.
   bool covers(const float* values, int64_t numel) const;
-  // Returns the errors of the last transfer of these values, or zeros. Forgets those of transfers that overlapped and
+  // Returns the errors of the last transfer of these values, or zeros. Forgets errors of transfers that overlapped and
   // began or ended elsewhere, because their errors belong to other values.
   std::shared_ptr<TransferErrors> of(const float* values, int64_t numel, int64_t numel_of_piece);
 

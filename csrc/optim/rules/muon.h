@@ -39,8 +39,8 @@ struct MuonArgs {
     return args;
   }
 
-  // Applies torch.optim.Muon's learning rates: Jordan's, or those of Liu et al. 2025 (section 2.2), which match AdamW's
-  // updates.
+  // Applies torch.optim.Muon's learning rates: Jordan's, or the rates of Liu et al. 2025 (section 2.2), which match
+  // AdamW's updates.
   DT_HOST_DEVICE void fit(int64_t of_rows, int64_t of_columns) {
     const double rows = static_cast<double>(of_rows), columns = static_cast<double>(of_columns);
     step_size *= matches_rms_adamw != 0 ? 0.2 * sqrt(maximum(rows, columns)) : sqrt(maximum(1.0, rows / columns));

@@ -222,7 +222,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def _compare_gradients(variants: list[Variant]) -> None:
-    """Compares gradients and buffers of all variants with those of the first, which has no budget.
+    """Compares gradients and buffers of all variants with the first variant's, which has no budget.
 
     The first variant runs twice. Results that differ between its runs come from torch kernels that sum in any order.
     These are compared within a tolerance; all others must have the same bits. Buffers are not compared for torch's

@@ -110,7 +110,7 @@ def run(
         most: The largest buffer.
         factor: Between one size and the next.
         only: The one transport to measure; None measures all.
-        json_file: Gets the figures, too.
+        json_file: Gets the figures as well.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -176,7 +176,7 @@ def _small_rows(times: dict[str, list[float]]) -> list[Row]:
         for engine in ("torch", "drivetrain")
     }
     torch_ms, ours_ms = (1e3 * statistics.median(added[engine]) for engine in ("torch", "drivetrain"))
-    # Differences can be near zero, so the interval is that of ours minus torch's, divided by torch's median.
+    # Differences can be near zero, so the interval is of ours minus torch's, divided by torch's median.
     gap, low, high = median_interval([b - a for a, b in zip(added["torch"], added["drivetrain"], strict=True)])
     scale = torch_ms / 1e3
     return [

@@ -142,8 +142,8 @@ def _measure_added(directory: str) -> tuple[float, float, float]:
     """Measures what the monitor adds to a step of 20 ms, in one process or as a rank.
 
     This is processor time of all threads. Other processes disturb it less than times, so that it judges the overhead on
-    a busy machine, too. Every step makes the calls of a training twice: those of a model that the monitor does not
-    know, and those of the watched one. Machines change their speed by the second, and a pair of calls sees one speed.
+    a busy machine as well. Every step makes the calls of a training twice: for a model that the monitor does not
+    know, and for the watched one. Machines change their speed by the second, and a pair of calls sees one speed.
     Products of matrices fill the rest of the step, and the caches.
 
     Returns:
@@ -175,7 +175,7 @@ def _measure_added(directory: str) -> tuple[float, float, float]:
         return time.thread_time() - begin
 
     def seconds_of_pairs(watched_batches: Iterator[Tensor]) -> tuple[list[tuple[float, float]], float]:
-        """Returns the seconds of each step's bare and watched calls, and those of all other threads per step."""
+        """Returns the seconds of each step's bare and watched calls, and all other threads' seconds per step."""
         bare_batches = iter([one] * _ADDED_STEPS)
         sides = [functools.partial(bare_calls, bare_batches), functools.partial(watched_calls, watched_batches)]
         pairs, before = [], time.process_time() - time.thread_time()

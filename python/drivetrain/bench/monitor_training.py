@@ -41,7 +41,7 @@ class Training:
         self.tokens = torch.randint(256, (8, 129))
 
     def batches(self, count: int) -> Iterator[Tensor]:
-        """Yields batches that take a while, as those of a loader do."""
+        """Yields batches that take a while, as a loader's batches do."""
         for _ in range(count):
             time.sleep(_LOADING_S)
             yield self.tokens + 0

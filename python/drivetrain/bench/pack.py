@@ -84,7 +84,7 @@ def _measure(case: PackCase, rounds: int) -> list[Row]:
     if packed is None:
         raise AssertionError(f"{case.what}: packing refused the tensor, expected two values at most")
     if case.is_exact and not torch.equal(_C.unpack(packed), case.unpack(theirs)):
-        raise AssertionError(f"{case.what}: unpacked bits differ from those of {case.by}")
+        raise AssertionError(f"{case.what}: unpacked bits differ from {case.by}'s")
     small = packed
     rows = [Row(f"{case.what}: packed bytes per byte", "", 1.0, packed.nbytes / x.nbytes)]
     for what, ours, other in (

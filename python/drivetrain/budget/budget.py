@@ -48,12 +48,11 @@ def activation_budget(
 
     Gradients have the same bits as without a budget. Recomputation calls the same kernels on the same values, with the
     same random numbers, and does not call your code again. So side effects of your code happen once, and BatchNorm
-    updates its running statistics once. A step on another path than the profiled ones is correct, too: from the point
+    updates its running statistics once. A step on another path than the profiled ones is also correct: from the point
     where it diverges, it saves everything that autograd saves.
 
     Results of an operation are always saved if it is not deterministic or writes to tensors from before the pass, such
-    as KV caches. Results of code outside torch's dispatcher, such as kernels called with pointers, are always saved,
-    too.
+    as KV caches. Results of code outside torch's dispatcher, such as kernels called with pointers, are also saved.
 
     If a step that saves everything does not fit into memory, `step_fn` runs up to its backward with nothing saved. It
     is then left by an exception that handlers for `Exception` do not catch. Gradients and torch's random states are
@@ -72,7 +71,7 @@ def activation_budget(
     without a version bump. They are detected in the first 8 forward passes under a plan and in every 31st. There,
     backward compares every byte that a recomputation reads with what forward read, and the error names the tensor. Such
     writes are not detected in other passes or on a GPU. Nor are they in tensors that autograd saved itself, where
-    torch's own gradients are wrong, too. Tensors that are packed or offloaded are not compared, because such writes
+    torch's own gradients are wrong as well. Tensors that are packed or offloaded are not compared, because such writes
     cannot harm them.
 
     One thread at a time uses the budget. A tensor shared by several passes that wait for the same backward counts once
@@ -92,7 +91,7 @@ def activation_budget(
     Args:
         model: Any module, or a wrapper of it (DDP). The budget covers what `model(...)` computes. With the plan as a
             context manager around forward and loss (`with plan: loss = loss_fn(model(x), y)`, backward after it), the
-            budget covers the loss, too. It does not cover passes under torch.func's transforms.
+            budget covers the loss as well. It does not cover passes under torch.func's transforms.
         step_fn: Takes no arguments, and runs forward, loss and backward of a real training step on your largest batch;
             it may step the optimizer.
         budget: The most bytes kept for backward at any time, excluding parameters, gradients and optimizer states. It
@@ -297,7 +296,7 @@ class ActivationPlan(_C.ActivationScope):
         effects of the first run are not undone.
 
         Raises:
-            torch.OutOfMemoryError: The second run ran out of memory, too, or no tighter plan is possible.
+            torch.OutOfMemoryError: The second run ran out of memory as well, or no tighter plan is possible.
         """
         undo = Undo(self._model)
         try:
@@ -321,7 +320,7 @@ class ActivationPlan(_C.ActivationScope):
             if not is_out_of_memory(error):
                 raise
             raise torch.OutOfMemoryError(
-                f"the step ran out of memory with a budget of {table.size(tighter)}, too: set a smaller one "
+                f"the step ran out of memory with a budget of {table.size(tighter)} as well: set a smaller one "
                 f"({table.size(self.smallest_bytes)} is the smallest that is possible). ({first_line(error)})"
             ) from error
 

@@ -81,7 +81,7 @@ class _Backend:
 
 
 def regions_inside(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules whose calls are compiled. Hooks on these would be compiled, too."""
+    """Returns the modules whose calls are compiled. Hooks on these would be compiled as well."""
     inside: set[nn.Module] = set()
     if "torch._dynamo" in sys.modules:
         for module, attribute in find(model):

@@ -227,7 +227,7 @@ class CompiledRegions:
 
 
 def _unseen_bytes(trace: "Trace") -> int:
-    """Sums the saved values that no recorded operation made: those of compiled regions, and the inputs of the step."""
+    """Sums the saved values that no recorded operation made: values of compiled regions, and the inputs of the step."""
     saved = {use.value for use in trace.uses}
     total = 0
     for begin, one in trace.passes_at():

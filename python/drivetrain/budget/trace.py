@@ -260,7 +260,7 @@ def profile(
         step_fn: Runs forward, loss and backward of one training step.
         storage_formats: The numbers of the storage formats to measure; see STORAGE_FORMATS.
         pool: The host memory for offloaded values, or None.
-        is_short: Skip the second run, so that times are those of the forward pass.
+        is_short: Skip the second run, so that times are the forward pass's.
 
     Returns:
         The trace, and the peak in bytes of the tensors that were kept for backward, or would have been.

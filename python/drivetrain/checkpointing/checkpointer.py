@@ -430,7 +430,7 @@ class Checkpointer:
         try:
             self._state.restore(state, tensors, is_same_world)
         except ValueError as error:
-            cure = f"To start another run than that of {checkpoint.path}, choose another directory"
+            cure = f"To start a run other than the one in {checkpoint.path}, choose another directory"
             raise ValueError(f"{str(error).rstrip('.')}. {cure}") from error
         self._steps = self._saved_steps = state["steps"]
         self._elapsed = state["elapsed"]

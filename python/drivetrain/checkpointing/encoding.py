@@ -59,7 +59,7 @@ class Encoder:
         Args:
             value: None, bool, int, float, complex, str, bytes, a dense tensor, a torch dtype or device, or a NumPy
                 scalar or array of numbers. Lists, tuples, sets, dicts, OrderedDicts, Counters and deques of them are
-                encoded, too.
+                encoded as well.
             path: The place of the value in the state, for names and messages.
             depth: The number of containers around the value.
 
@@ -243,7 +243,7 @@ def _text(data: bytes | bytearray) -> str:
 
 
 def _has_parts(value: Tensor) -> bool:
-    """Returns whether a tensor of a subclass has no memory of its own, as those of _make_wrapper_subclass."""
+    """Returns whether a tensor of a subclass has no memory of its own, as after _make_wrapper_subclass."""
     handles = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return handles and (is_traceable_wrapper_subclass(value) or (value.nbytes > 0 and not value.data_ptr()))
 

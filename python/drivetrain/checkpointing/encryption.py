@@ -44,7 +44,7 @@ class Encryption:
         key: A callable, for example of a key management service. It is called with None to encrypt and returns an
             identifier and the key's 32 bytes. Called with an identifier, it returns the same pair to decrypt. The
             identifier is stored in the checkpoint; it may be a data key that the service has wrapped.
-        accept_plain: Reads checkpoints that are not encrypted, too. Without it they raise an error, because anyone
+        accept_plain: Reads checkpoints that are not encrypted as well. Without it they raise an error, because anyone
             could have written them.
 
     Raises:

@@ -41,7 +41,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         CheckpointCallback("runs/gpt", every="5min").train(trainer)   # in place of trainer.train()
 
     A `RandomSampler` or `SequentialSampler` of the Trainer is replaced by a `drivetrain.data.ResumableSampler`, seeded
-    by `data_seed` or `seed`. The order differs from that of `trainer.train()`, and every epoch has another one. The
+    by `data_seed` or `seed`. The order differs from `trainer.train()`, and every epoch has another one. The
     Trainer's own `save_strategy` is independent of this; set it to "no" unless you want its files as well.
 
     Args:

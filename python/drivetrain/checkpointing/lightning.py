@@ -108,7 +108,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         num_schedulers = len(trainer.lr_scheduler_configs)
         if found is not None:
             if any(one._scheduler_state is not None for one in _averaging(trainer)):
-                num_schedulers = len(found.state["scheduler"])  # It has removed those of the module.
+                num_schedulers = len(found.state["scheduler"])  # It has removed the module's.
             found.begin_epoch(trainer)
         loaders = trainer.fit_loop._combined_loader.flattened
         options = {**self._options, "extra": {**self._options.get("extra", {}), _EXTRA: _LoopValues(trainer, shape)}}
@@ -257,7 +257,7 @@ class _Found:
             connector.restore_model()
         except RuntimeError as error:
             raise ValueError(
-                f"{' '.join(str(error).split()).rstrip('.')}. To start another run than that of "
+                f"{' '.join(str(error).split()).rstrip('.')}. To start a run other than the one in "
                 f"{self.checkpoint.path}, choose another directory"
             ) from error
         connector.restore_datamodule()

@@ -253,7 +253,7 @@ class MapStyleLoader(Counted):
     """A plain DataLoader over a map-style dataset.
 
     With a ResumableSampler the position is restored at once. Any other sampler is asked for the indices of the epoch
-    again, from the same random states, and those of consumed batches are dropped. No sample is loaded twice.
+    again, from the same random states, and indices of consumed batches are dropped. No sample is loaded twice.
     """
 
     def __init__(self, loader: "DataLoader[Any]") -> None:

@@ -18,7 +18,7 @@ class Position:
     epoch = 0
     is_exhausted = False  # the position is the end of an epoch
     counts_all = False  # each iteration is an epoch, also one in which no step is made before the next one begins
-    others: Sequence["Position"] = ()  # those of the loaders that the training uses as well
+    others: Sequence["Position"] = ()  # the positions in the training's other loaders
 
     def call_before_fetch(self, call: Callable[[], None]) -> None:
         """Calls `call` before each batch that the training fetches.

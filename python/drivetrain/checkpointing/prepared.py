@@ -33,7 +33,7 @@ class _Prepared(MapStyleLoader):
     """A DataLoaderShard, which yields a batch once it has fetched the next one from the loader that it wraps.
 
     The wrapped loader is counted. All batches that it has handed out but the last one were trained on. That one is
-    loaded again after a restart. A dataset that draws random numbers in this process then has those of the first time.
+    loaded again after a restart. A dataset that draws random numbers in this process then draws the same ones again.
     """
 
     def __init__(self, shard: Any) -> None:

@@ -17,7 +17,7 @@ _logger = logging.getLogger("drivetrain")
 class Flags(NamedTuple):
     """The values that ranks exchange; the largest of each wins."""
 
-    leave: int = 0  # this rank was told to end
+    leave: int = 0  # this rank has been asked to end
     due: int = 0  # a save is due by the clock of rank 0
     busy: int = 0  # the last save is in progress
     failed: int = 0  # the last save has failed

@@ -86,7 +86,7 @@ class RemoteDirectory:
         """Downloads a checkpoint, durably, into a temporary folder of a local directory, which it returns.
 
         Raises:
-            OSError: The local disk fails. Errors of the remote are those of its file system.
+            OSError: The local disk fails. Errors of the remote are its file system's.
             CheckpointError: A remote file is missing, or has another size than in the manifest.
         """
         manifest = unseal(self._read(f"{name}/{MANIFEST}"), Manifest)[0]

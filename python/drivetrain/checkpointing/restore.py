@@ -106,7 +106,7 @@ def load_newest(
 def differing_config(
     checkpoint: Checkpoint, state: Mapping[str, JSON], description: Mapping[str, JSON], run: str | None
 ) -> list[str]:
-    """Returns what differs between the settings and the environment of a checkpoint and those of now.
+    """Returns what differs between the settings and the environment of a checkpoint and the present ones.
 
     Raises:
         ValueError: Settings differ, and the script does not say that it continues that run nevertheless.
@@ -116,7 +116,7 @@ def differing_config(
     if run is None and (settings := [text for text in found if text.startswith("config.")]):
         cure = f"run={checkpoint.run!r}" if checkpoint.run else "a name as `run`"
         raise ValueError(
-            f"config differs from that of {checkpoint.path}: {'; '.join(settings)}. To start another run, choose "
+            f"config differs from the one in {checkpoint.path}: {'; '.join(settings)}. To start another run, choose "
             f"another directory. To continue this one with other settings, pass {cure} to Checkpointer"
         )
     return found
@@ -142,7 +142,7 @@ def warn_of_differences(
                 if resumes
                 else "No loader with a ResumableSampler was given, so the next samples are up to the script, and "
             )
-            + "the bits of parameters and losses will not be those of an uninterrupted run"
+            + "the bits of parameters and losses will differ from an uninterrupted run"
             + (". The gradients of its unfinished accumulation window are dropped" if has_gradients else ""),
             stacklevel=5,
         )

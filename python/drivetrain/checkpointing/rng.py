@@ -76,7 +76,7 @@ def restore_host(state: dict[str, Any]) -> None:
 
 
 def generators_of(*objects: Any, but: Any) -> list[Any]:
-    """Returns the generators among the objects, and in their attributes and containers, except those of `but`."""
+    """Returns the generators among the objects, and in their attributes and containers, except generators of `but`."""
     found: dict[int, Any] = {}
     seen = {id(but)}
 

@@ -97,7 +97,7 @@ def check_maker(
     """Raises ValueError for a state that another kind of optimizer made, and warns if it fits nevertheless.
 
     Args:
-        index: The optimizer's index among those of the Checkpointer.
+        index: The optimizer's index among the Checkpointer's optimizers.
         optimizer: The optimizer.
         saved: The state dict.
         classes: The name of each optimizer's class at the save; None in older checkpoints.

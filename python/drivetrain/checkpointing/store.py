@@ -152,7 +152,7 @@ class Store:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of host memory that hold snapshots: those of this rank's largest save so far."""
+        """Bytes of host memory that hold snapshots: as many as this rank's largest save took so far."""
         return self._slab.nbytes
 
     def save(
@@ -281,7 +281,7 @@ class Store:
         return describe
 
     def continue_numbers_of(self, *directories: Path) -> None:
-        """Makes serials grow over the checkpoints of other directories, too, so that the newest of all is known."""
+        """Makes serials grow over the checkpoints of other directories as well, so that the newest of all is known."""
         self._numbered_with = directories
 
     def _drain(self) -> None:
@@ -365,7 +365,7 @@ class Store:
         if self._keep is None:
             return
         try:
-            # Checkpoints whose keys were dropped are old, too.
+            # Checkpoints whose keys were dropped are old as well.
             for checkpoint in complete_checkpoints(self.directory)[: -self._keep]:
                 if self._observer is not None and self._observer.holds(checkpoint.path):
                     continue

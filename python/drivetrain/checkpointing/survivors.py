@@ -55,7 +55,7 @@ def continue_in_place(
 
     Args:
         train: The training, whose result is returned.
-        directory: A directory that all ranks see, such as that of the checkpoints.
+        directory: A directory that all ranks see, such as the checkpoints' directory.
         min_ranks: The fewest ranks to continue on. With fewer, the error of `train` is raised.
         settle: Seconds without another rank's message after which the ranks of other hosts count as lost.
         timeout: Limit in seconds on each wait for another rank.

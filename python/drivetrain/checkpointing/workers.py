@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-_NOTICE_S = 0.5  # within which the rank is signaled, too, where one notice goes to a whole process group
+_NOTICE_S = 0.5  # within which the rank is signaled as well, where one notice goes to a whole process group
 _END_S = 5.0
 _shields: list[Shield] = []  # that are open
 _plain: dict[type, Any] = {}  # methods that make iterators, by class, while shields are open
@@ -61,7 +61,7 @@ class Shield:
     def starting(self, loader: DataLoader[Any]) -> Iterator[None]:
         """Holds the signals back from workers that start inside of the block, until they ignore them."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-        resource_tracker.ensure_running()  # It must outlive the signals, too. This call unblocks SIGTERM.
+        resource_tracker.ensure_running()  # It must outlive the signals as well. This call unblocks SIGTERM.
         if (loader.multiprocessing_context or python_multiprocessing).get_start_method() == "forkserver":
             signal.pthread_sigmask(signal.SIG_SETMASK, before)  # which children of the server inherit
             forkserver.ensure_running()

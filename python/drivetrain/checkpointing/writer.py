@@ -248,8 +248,8 @@ class Writer:
             yield part
         for key in self._old_keys:
             self._forget(key)
-        told = [f"{index}/{what}/{rank}" for what in ("part", "read") for rank in range(1, self._world_size)]
-        self._old_keys = [f"{index}/begin", f"{index}/end", *told]
+        sent = [f"{index}/{what}/{rank}" for what in ("part", "read") for rank in range(1, self._world_size)]
+        self._old_keys = [f"{index}/begin", f"{index}/end", *sent]
 
     def _await_visible(self, path: Path, made_by: str) -> None:
         deadline = time.monotonic() + min(_VISIBLE_S, self._timeout_s)
@@ -272,7 +272,7 @@ class Writer:
         try:
             self._tell(key, message)
         except CheckpointError as error:
-            _logger.warning("the other ranks were not told about a failed save: %s", error)
+            _logger.warning("the other ranks were not notified of a failed save: %s", error)
 
     def _forget(self, key: str) -> None:
         if self._coordinator is not None:

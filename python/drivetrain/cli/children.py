@@ -1,4 +1,4 @@
-"""Applies `drivetrain run` to child processes: those of multiprocessing, and further runs of the same script.
+"""Applies `drivetrain run` to child processes: processes of multiprocessing, and further runs of the same script.
 
 A forked child inherits the swap. A child of torch.multiprocessing.spawn starts a new interpreter and imports the script
 again. The swap must come before that import, so it is part of the data that the child unpickles first. If the script

@@ -257,7 +257,7 @@ class Search:
 
     def next_group(self) -> list[int] | None:
         """Returns the ranks that sum next; None once the search has ended."""
-        if self.found or len(self._names) < 3:  # two hosts cannot be told apart
+        if self.found or len(self._names) < 3:  # two hosts cannot be distinguished
             return None
         if len(self._suspects) == 1:
             self._tested = []

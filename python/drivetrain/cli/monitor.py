@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         print("drivetrain monitor: --live takes one file", file=sys.stderr)
         return 2
     if args.stacks and len(args.files) > 1:
-        print("drivetrain monitor: --stacks takes one file, that of rank 0", file=sys.stderr)
+        print("drivetrain monitor: --stacks takes one file: rank 0's", file=sys.stderr)
         return 2
     if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
         print(f"drivetrain monitor: --plot is {args.plot}, expected a name that ends in .svg or .png", file=sys.stderr)

@@ -283,7 +283,7 @@ def _unreached(addresses: Sequence[Address], rank: int, peer: int, address: str,
 
 
 def _judge_ipv6(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
-    """Judges connections over IPv6. They matter where NCCL is told to take that family, or gloo has no other one."""
+    """Judges connections over IPv6. They matter where NCCL is configured for that family, or gloo has no other one."""
     if all(":" in where.address for where in addresses):
         return passed("ipv6", "every rank has an IPv6 address only: the connections of `network` are over IPv6")
     tried = [(rank, probe) for rank, probes in found.items() for probe in probes if probe.ipv6_error is not None]

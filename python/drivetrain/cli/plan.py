@@ -118,7 +118,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
-    """Plans the script. `measures` lets a calibration run it on real values, too."""
+    """Plans the script. `measures` lets a calibration run it on real values as well."""
     from ..planner.devices import device_of
     from ..planner.options import Options, bytes_of
     from ..planner.result import Plan

@@ -97,7 +97,7 @@ class Meeting:
         return PrefixStore(f"drivetrain/doctor/{attempt}", store)
 
     def _leave_as_duplicate(self, store: Store, own: list[Finding], show: Show) -> list[Finding]:
-        """Reports that another process has this rank's number. Rank 0 reports it, too."""
+        """Reports that another process has this rank's number. Rank 0 reports it as well."""
         store.set(f"duplicate/{self._launch.rank}", f"{socket.gethostname()}, process {os.getpid()}")
         findings = [*own, fail("ranks", f"another process has RANK={self._launch.rank} already", _DUPLICATE_CURE)]
         show(findings)
@@ -212,7 +212,7 @@ class Meeting:
         """Tests the connections to other ranks.
 
         Returns:
-            On rank 0 the findings on those of all ranks, and the bytes per second of the slowest link between hosts, if
+            On rank 0 the findings on all ranks' figures, and the bytes per second of the slowest link between hosts, if
             any. The other ranks get neither.
         """
         ranks = range(self._launch.world_size)

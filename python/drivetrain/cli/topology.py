@@ -38,7 +38,7 @@ def check_topology(sys: Path = _SYS, gpus: Sequence[Gpu] | None = None) -> Findi
 
     Args:
         sys: The root of sysfs.
-        gpus: The GPUs; None finds those of this host.
+        gpus: The GPUs; None finds this host's.
     """
     found = _gpus(sys) if gpus is None else list(gpus)
     nodes = _nodes(sys)

@@ -198,7 +198,7 @@ class ControlBlock:
         return f"{self._key}{host}/summary"
 
     def _records(self, store: Any, ranks: Sequence[int]) -> list[tuple[int, RankRecord]]:
-        """Returns the records of those of the ranks that have published one."""
+        """Returns the records of the ranks that have published one."""
         texts = self._values(store, [self._key + str(rank) for rank in ranks])
         return [(rank, json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text is not None]
 

@@ -108,7 +108,7 @@ class DistributedDataParallel(ReducesOverGroups):
             ranks gather the parameters before `step()` returns. "gradients" also divides reduced gradients. `.grad` is
             then a DTensor that holds this rank's rows, and every backward pass reduces, also under `no_sync()`.
             docs/sharding.md says what else a script sees. None divides nothing.
-        shard_group: The ranks that share one set of states, such as those of a host; other groups of ranks have their
+        shard_group: The ranks that share one set of states, such as a host's ranks; other groups of ranks have their
             own set. None takes `process_group`.
         overlap_gather: With shard, `step()` returns before all parameters are gathered. Uses through the module wait
             for them. Before any other use, such as of a kept list of parameters, call `wait_for_parameters()`.
@@ -215,7 +215,7 @@ class DistributedDataParallel(ReducesOverGroups):
         name = title_of(module)
         constructed.append(f"{name} ({size:.1f} M parameters, {count} {'bucket' if count == 1 else 'buckets'})")
 
-    # torch reads this flag at forward only. The reducer needs it at backward, too. It reduces a backward through this
+    # torch reads this flag at forward only. The reducer also needs it at backward. It reduces a backward through this
     # wrapper's outputs if the flag is set when that begins, whatever it was at forward.
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -454,7 +454,7 @@ class DistributedDataParallel(ReducesOverGroups):
 
         Raises:
             TypeError: The hook is not callable, or returns something else.
-            ValueError: Its annotations are not those of a communication hook.
+            ValueError: Its annotations do not fit a communication hook.
             RuntimeError: A hook is registered already.
             NotImplementedError: The wrapper has a wire_dtype or shard="gradients".
         """

@@ -279,7 +279,7 @@ class HangReporter:
         return f"{waits} for {'; for '.join(named)}"
 
     def _behind(self, now: _C.ProgressSnapshot) -> list[_Behind]:
-        """Returns the ranks that are behind, the furthest first, as others may wait for it, too."""
+        """Returns the ranks that are behind, the furthest first, as others may wait for it as well."""
         needed = StepPosition(now.step, now.needed)
         positions = [StepPosition(one.step, one.position) if one else StepPosition(0, 0) for one in self._block.seen]
         return sorted(

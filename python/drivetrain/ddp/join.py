@@ -50,7 +50,7 @@ class JoinsUnevenInputs(TorchDistributedDataParallel):
         self.reducer.shadow_used_map()
 
     def _match_unused_params_allreduce(self) -> None:
-        """Does nothing: torch's rule for sharing the map of used parameters is not that of our reducer."""
+        """Does nothing: our reducer shares the map of used parameters by another rule than torch's."""
 
     def _check_and_sync_module_buffers(self) -> None:
         with waiting(self.reducer.progress(), BUFFERS):

@@ -1,4 +1,4 @@
-"""Keeps this rank's rows of reduced gradients, and adds up those of several backwards, weighted or not."""
+"""Keeps this rank's rows of reduced gradients, and adds up rows of several backwards, weighted or not."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .reducer import Reducer
 
 _UNCOUNTED = (
-    "backward(loss, weight=...) found gradients that no weight counts: those of an earlier synchronized backward, of a "
-    "backward without weight, or of one that raised. They are dropped on every rank. Call optimizer.zero_grad() first."
+    "backward(loss, weight=...) found gradients that no weight counts: from an earlier synchronized backward, from a "
+    "backward without weight, or from one that raised. They are dropped on all ranks. Call optimizer.zero_grad() first."
 )
 _UNWEIGHTED = (
     "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...). Give "

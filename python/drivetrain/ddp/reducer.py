@@ -82,7 +82,7 @@ class Reducer(_C.Reducer):
         modules: All modules with their names, for messages.
         report_hang_after: Seconds after which a wait for other ranks is reported; 0: never.
         shares_norm: Sums the squares of gradients in the reduction once an optimizer asks for their norm.
-        gradients_stay_views: Tensors that are kept over a `.grad` show the parameter's next gradient, too.
+        gradients_stay_views: Tensors that are kept over a `.grad` show the parameter's next gradient as well.
         plan_from_measurement: Chooses the buckets' sizes again once the first steps have been timed. Only for
             parameters of one device without sparse gradients.
     """
@@ -132,7 +132,7 @@ class Reducer(_C.Reducer):
             gradients_stay_views=gradients_stay_views,
         )
         self.set_are_held(lambda tensors: _are_held(tensors, params))
-        self._told_of_rebuilding = False
+        self._rebuilding_is_known = False
         self._params = params
         self._names = names
         self.comm = comm
@@ -225,8 +225,8 @@ class Reducer(_C.Reducer):
 
     def _rebuild_buckets(self) -> bool:
         """Returns True once after a rebuild. Backward rebuilds, so that no forward communicates."""
-        told, self._told_of_rebuilding = self._told_of_rebuilding, self.has_rebuilt_buckets()
-        return self._told_of_rebuilding and not told
+        was_known, self._rebuilding_is_known = self._rebuilding_is_known, self.has_rebuilt_buckets()
+        return self._rebuilding_is_known and not was_known
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         if self.is_sharded:

@@ -50,7 +50,7 @@ def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
     if shard is None:
         for name in ("shard_group", "overlap_gather"):
             if others.get(name):
-                raise ValueError(f"{name} is given and shard is None: pass shard='optimizer' or 'gradients', too.")
+                raise ValueError(f"{name} is given and shard is None: pass shard='optimizer' or 'gradients' as well.")
         return
     if shard_group is not None and not isinstance(shard_group, dist.ProcessGroup):
         raise ValueError(

@@ -94,7 +94,7 @@ def _board_of(
 
 
 def _connected(first_ranks: list[int], group: dist.ProcessGroup) -> tuple[bool, dist.ProcessGroup | None]:
-    """Connects each host's first rank with those of the other hosts.
+    """Connects the first ranks of all hosts.
 
     Returns:
         True if hosts are connected, equal on every rank, and the group of the first ranks, None on other ranks.

@@ -36,7 +36,7 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
     `param.grad_added_to_main_grad`, and the gradient from autograd is then dropped. Such layers need
     zero_grad(set_to_none=False).
 
-    autograd accumulates sparse gradients and those of backward(create_graph=True).
+    autograd accumulates sparse gradients and gradients of backward(create_graph=True).
 
     Args:
         model: Has bfloat16 or float16 parameters that require a gradient. Other parameters are left alone. Main
@@ -69,7 +69,7 @@ def main_grads(model: nn.Module, bits: int = 32) -> None:
             raise NotImplementedError(
                 f"parameter {name!r} is a DTensor, whose gradients others keep. Under fully_shard() leave parameters "
                 "in float32 and give it mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-                "reduce_dtype=torch.float32), which adds gradients in float32, too."
+                "reduce_dtype=torch.float32), which adds gradients in float32 as well."
             )
         if bits == 24 and param.dtype != torch.bfloat16:
             raise ValueError(f"bits is 24 and parameter {name!r} is {param.dtype}, expected torch.bfloat16: use 32")

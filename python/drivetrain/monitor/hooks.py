@@ -29,7 +29,7 @@ class Hooks:
 
     Args:
         model: Its calls are the forward passes; None marks none.
-        optimizers: Their `step` calls are marked; None marks those of all optimizers.
+        optimizers: Their `step` calls are marked; None marks every optimizer's.
         on_optimizer_step: Called with the optimizer after each `step`.
     """
 

@@ -22,7 +22,7 @@ class MonitorCallback(TrainerMonitorCallback, TrainerCallback):
 
     Evaluations belong to no step. The first epoch of a training that the Trainer itself resumes has no waits for data,
     because the Trainer then iterates over another loader. If `trainer.train()` raises, call `close()`; the next
-    training with this callback, and the end of the process, do it, too.
+    training with this callback, and the end of the process, do it as well.
 
     Args:
         options: Arguments of `drivetrain.Monitor`, such as `to` and `flops`.

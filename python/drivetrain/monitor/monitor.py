@@ -53,7 +53,7 @@ class Monitor:
         optimizer: The optimizer, or several, whose `step` ends a step. None ends a step with each batch.
         loader: The loader of the loop, for advice on its workers. None takes the one that the first step iterates over.
         flops: "auto" counts the floating-point operations of the second step, which takes longer, for MFU and HFU. A
-            number is taken as those of a sample, without recomputation. None reports neither.
+            number is taken as a sample's, without recomputation. None reports neither.
         peak_flops: Peak FLOP/s of a device, for MFU and HFU. None takes a data sheet's value, where the GPU is known.
         to: Sinks: "jsonl:FILE", "tensorboard:FOLDER", "prometheus:PORT", "prometheus:HOST:PORT", or
             `Sink` objects.
@@ -439,4 +439,4 @@ def _why_not_followed(device: torch.device) -> str:
         return ""
     if device.type == "cuda":
         return "drivetrain was built without CUDA, as `drivetrain doctor` shows. Build it where nvcc is on PATH"
-    return "it takes those of the CPU and of CUDA devices. Leave the monitor out there"
+    return "it takes only CPU and CUDA devices. Leave the monitor out there"

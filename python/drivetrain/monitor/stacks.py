@@ -83,7 +83,7 @@ def files_of_ranks(file: Path) -> list[Path]:
     """Returns the JSONL files of all ranks of a run, by rank.
 
     Args:
-        file: That of rank 0, or of any one rank.
+        file: Rank 0's, or any one rank's.
     """
     name = re.compile(re.escape(file.stem) + r"\.rank(\d+)" + re.escape(file.suffix))
     others = {int(found[1]): one for one in file.parent.iterdir() if (found := name.fullmatch(one.name))}

@@ -171,8 +171,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Args:
             model: Contains some of this optimizer's parameters. Wrap it into DistributedDataParallel first.
-            clip_by_previous_norm: Scales the gradients of a backward as if their norm were that of the backward before;
-                the first backward is not scaled. This differs from torch.nn.utils.clip_grad_norm_: a sudden spike
+            clip_by_previous_norm: Scales the gradients of a backward as if they had the last backward's norm; the first
+                backward is not scaled. This differs from torch.nn.utils.clip_grad_norm_: a sudden spike
                 passes, and the next step is clipped. Not supported with reentrant activation checkpointing.
             bucket_cap_mb: MiB of gradients to collect before a step. DistributedDataParallel uses its own bucket size.
 

@@ -13,7 +13,7 @@ from .. import _C
 from . import over_groups, pieces
 from .clip_over_ranks import clip_over_groups
 
-# Below, the squares of unscaled gradients may be subnormal, and a norm may differ in bits from that of scaled ones.
+# Below, the squares of unscaled gradients may be subnormal, and a norm may differ in bits from the norm of scaled ones.
 _SMALLEST_NORM = 2.0**-40
 
 _torchs_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_  # install(optim=True) puts the function below in its place

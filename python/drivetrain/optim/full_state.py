@@ -12,7 +12,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> d
     """Returns an optimizer's state dict with whole tensors in place of DTensors, which one process can load.
 
     All ranks gather one state at a time, so that no rank but `rank` has more than one whole state. Every rank must
-    call it. It takes any optimizer with DTensor states, such as those of DistributedDataParallel(shard=...).
+    call it. It takes any optimizer with DTensor states, such as DistributedDataParallel(shard=...) gives.
 
     Args:
         optimizer: The optimizer.

@@ -38,7 +38,7 @@ class LAMB(FusedOptimizer):
         weight_decay: Added to the direction before the trust ratio is taken.
         bias_correction: Applies Adam's bias correction (1 - beta**step).
         grad_averaging: Weighs a gradient with 1 - beta1 in the mean; False weighs it with 1.
-        always_adapt: Applies the trust ratio to groups without weight decay, too. By default they take plain Adam
+        always_adapt: Applies the trust ratio to groups without weight decay as well. By default they take plain Adam
             steps, as the authors do for biases and normalization.
         trust_clip: Limits the trust ratio to 1.
         maximize: Maximize the objective instead of minimizing it.

@@ -70,15 +70,15 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     :class:`drivetrain.optim.Adam` lists the dtypes and devices.
 
     With `fallback`, the same optimizer steps all other parameters with AdamW. Parameters that are not matrices go to a
-    group of their own, after those of the matrices. Give embeddings and output layers, which are matrices, as groups
+    group of their own, after the matrices' groups. Give embeddings and output layers, which are matrices, as groups
     with `fallback=True`. Each group of AdamW takes the options of `fallback` unless it has its own.
 
     A step makes one pass over gradient and momentum, which leaves the momentum in bfloat16. Newton-Schulz runs on that
     in bfloat16, as in torch, in batches of matrices of one shape. One pass updates the parameter with the result. The
     matrix products take nearly all of the time. They are torch's, so the last bits of a step may depend on threads,
-    processor and device; those of the momentum do not.
+    processor and device; the momentum's bits do not.
 
-    On CUDA a step takes one launch for the step's scalars and two per batch, besides those of torch's products. A
+    On CUDA a step takes one launch for the step's scalars and two per batch, without torch's products. A
     skipped step still runs the products, because the host does not know of it, and writes nothing.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", as torch implements it.

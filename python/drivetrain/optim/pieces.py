@@ -139,7 +139,7 @@ class Piece:
         return self.rows_of(value).clone()  # a view would keep the whole
 
     def shared_state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns a parameter's states with those of all rows as DTensors. 8-bit blocks of all rows become float32."""
+        """Returns a parameter's states, with those by rows as DTensors. 8-bit blocks of all rows become float32."""
         whole_blocks = [
             name for name in values if name.endswith("_codes") and values[name].numel() == self.part.numel()
         ]
@@ -198,7 +198,7 @@ def piece_of(param: Tensor) -> Piece | None:
 
 
 def _piece_for(optimizer: torch.optim.Optimizer, param: Tensor) -> Piece | None:
-    """Returns the parameter's piece; that of a deleted wrapper only if the optimizer has used it."""
+    """Returns the parameter's piece. A deleted wrapper's piece counts only if the optimizer has used it."""
     piece = _pieces.get(param) if _pieces else None
     return piece if piece is not None and (piece.is_alive or optimizer in piece.users) else None
 
@@ -343,7 +343,7 @@ _ELEMENT_WISE = {
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Makes torch's optimizers step pieces. Those of drivetrain.optim do so themselves.
+    """Makes torch's optimizers step pieces. Optimizers of drivetrain.optim do so themselves.
 
     No step begins before all rows are there, as optimizers keep references to parameters.
     """

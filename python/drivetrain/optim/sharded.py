@@ -103,7 +103,7 @@ def replicated(value: Tensor, like: "DTensor") -> Tensor:
 
 
 def placed_as(param: "DTensor", value: "DTensor", what: str, state: str = "") -> "DTensor":
-    """Redistributes `value` to the parameter's placements, or to those of the state; reduces partial sums.
+    """Redistributes `value` to the placements of the parameter or of the state; reduces partial sums.
 
     Raises:
         ValueError: The value is on another mesh.
@@ -163,7 +163,7 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
     """Sums the squares of all gradients, and counts each element once however many ranks have a copy.
 
     Ranks must call it with the same parameters. Gradients of DTensors must have their parameter's placements
-    (settle_gradient()); those of plain tensors are equal on every rank. The first of the ranks that hold a parameter
+    (settle_gradient()); gradients of plain tensors are equal on every rank. The first rank that holds a parameter
     counts it, if only some hold it (over_groups.py).
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from typing import Protocol
 
-# The constants and rules are those of c10/cuda/CUDACachingAllocator.cpp of torch 2.13.
+# The constants and rules follow c10/cuda/CUDACachingAllocator.cpp of torch 2.13.
 MIN_BLOCK = 512
 SMALL_SIZE = 1 << 20  # the largest request that the pool of small blocks serves
 SMALL_BUFFER = 2 << 20
@@ -226,7 +226,7 @@ class CachingAllocator:
             tail.size += added
             self._segments[tail.segment] += added
             return tail
-        if have:  # the release took it: map what it had, too
+        if have:  # the release took it: map what it had as well
             more = -(-size // step) * step - added
             self._reserve(more)
             added += more

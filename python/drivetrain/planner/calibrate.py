@@ -105,7 +105,7 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
     if step not in in_steps and (in_place := _replayed(trace, whole, deadline)):
         in_steps[step] = {keys[signature]: of_call for signature, of_call in in_place.items()}
     if step not in in_steps:
-        # Other programs disturb all runs of an operation, but seldom those of a second pass, too.
+        # Other programs disturb all runs of an operation, but seldom a second pass as well.
         _measure_alone(trace, missing, keys, measured, deadline)
     reached = 0.0
     for signature in order:

@@ -140,7 +140,7 @@ def loaded_ahead(prefetcher: Prefetcher) -> Iterator[Any]:
     for batch in prefetcher.loader:
         device = prefetcher.device
         waiting.append(batch if device is None else moved(batch, device, is_pinned=False))
-        if len(waiting) > prefetcher.depth + 1:  # those of the buffer, and the one that waits for a place there
+        if len(waiting) > prefetcher.depth + 1:  # the buffer's, and the one that waits for a place there
             yield waiting.popleft()
     while waiting:
         yield waiting.popleft()

@@ -265,7 +265,7 @@ def fit(points: Sequence[Mapping[str, Any]], cluster: Cluster) -> Cluster:
         return *_non_negative(matrix, wanted), slice_bytes
 
     best = solved(0.0)
-    # Slices that are used up from the first size on could not be told from switches.
+    # Slices that are used up from the first size on could not be distinguished from switches.
     sizes = sorted({float(p["bytes"]) for p in points})[1:]
     if shares_cores and cluster.algorithms == ("direct",) and best[0] > _EXACT:
         for a, b in itertools.pairwise(sizes):

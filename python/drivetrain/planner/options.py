@@ -25,7 +25,7 @@ class Options:
         per_host: Ranks of a host.
         ddp: "drivetrain" or "torch": whose DistributedDataParallel reduces gradients, with more than one rank.
         bucket_mib: MiB of a bucket of gradients.
-        shard: None, "optimizer" (ZeRO-1: states are divided among ranks) or "gradients" (ZeRO-2: gradients, too).
+        shard: None, "optimizer" (ZeRO-1: states are divided among ranks) or "gradients" (ZeRO-2: gradients as well).
         accumulate: Micro-batches of a step.
         budget: The most bytes of activations kept for backward; None: all of them.
         state_bits: The format of optimizer states; None: as traced.

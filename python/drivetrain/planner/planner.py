@@ -64,7 +64,7 @@ def plan(
         master_bits: Format of master weights of 16-bit parameters: 32 or 24.
         budget: The most bytes of activations kept for backward, such as "20GiB", as for `activation_budget`.
         accumulate: Micro-batches of a step.
-        shard: "optimizer" divides optimizer states among the ranks, "gradients" gradients, too.
+        shard: "optimizer" divides optimizer states among the ranks, "gradients" gradients as well.
         release: Backward steps each parameter and frees its gradient, as `step_in_backward` does.
         ddp: "drivetrain" or "torch": whose DistributedDataParallel runs with more than one rank.
         bucket_mib: MiB of a bucket.

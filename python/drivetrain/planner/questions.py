@@ -62,7 +62,7 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def largest_by_line(needs: Callable[[int], int], capacity: int, start: int, limit: int) -> int:
-    """Returns the largest number from 1 to `limit` whose need is no more than a capacity; 0 if that of 1 is more.
+    """Returns the largest number from 1 to `limit` whose need is no more than a capacity; 0 if 1 needs more.
 
     Needs grow about linearly, so it tries numbers on the line through the nearest two, and halves where that fails.
 

@@ -26,7 +26,7 @@ _WARM_UP = 2  # rounds: the first one fills memory, as a first step does
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 30
 _LOW, _HIGH = 0.1, 1.0  # of made-up values
-# Blocks that outlive steps. A trace frees them, too, after its last step.
+# Blocks that outlive steps. A trace frees them as well, after its last step.
 _KEPT: tuple[Category, ...] = ("parameters", "optimizer states", "inputs")
 
 
@@ -132,7 +132,7 @@ class _Replay:
         for tensor, block in zip(made, op.results, strict=False):
             storage = self._storages[block] = tensor.untyped_storage()
             if storage.nbytes() != self._trace.blocks[block].num_bytes:
-                # Without values, torch takes the mean of half-precision norms for half-precision, too.
+                # Without values, torch takes the mean of half-precision norms for half-precision as well.
                 self._dtypes[block] = tensor.dtype
         return seconds
 
@@ -177,5 +177,5 @@ def fill(tensor: Tensor, limit: int) -> None:
 
 
 def on_cpu(argument: Any) -> Any:
-    """Returns an argument of a call as it is on the CPU: of a trace, devices are those of the model."""
+    """Returns an argument of a call as it is on the CPU: for a trace, devices are the model's."""
     return torch.device("cpu") if isinstance(argument, torch.device) else argument

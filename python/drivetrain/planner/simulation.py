@@ -77,8 +77,7 @@ class Bucket:
 
     Attributes:
         bytes: Its bytes, with padding.
-        ready_s: Seconds from the begin of backward at which its last gradient, and those of all buckets before it, are
-            there.
+        ready_s: Seconds from the begin of backward until its last gradient, and earlier buckets' gradients, exist.
     """
 
     bytes: int

@@ -83,7 +83,7 @@ def bytes_kept_by_recurrence(args: tuple[Any, ...]) -> int:
     """Returns the bytes that oneDNN's recurrent layer keeps for backward, which tensors without values do not show.
 
     Args:
-        args: Those of `aten::mkldnn_rnn_layer`, of which tensors have only a layout.
+        args: The arguments of `aten::mkldnn_rnn_layer`; tensors have only a layout.
     """
     source, *weights = args[:5]
 

@@ -309,7 +309,7 @@ def _map_copies(shadow: Shadow, numpy: Any) -> None:
 
 
 def _disable_wandb(wandb: Any) -> None:
-    """Makes W&B's runs those of its own mode that neither writes nor connects."""
+    """Switches W&B to its own mode that neither writes nor connects."""
     plain = wandb.init
     wandb.init = lambda *args, **kwargs: plain(*args, **{**kwargs, "mode": "disabled"})
 

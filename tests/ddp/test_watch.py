@@ -601,16 +601,6 @@ def test_stragglers_names_the_slow_rank(on_three_ranks: OnRanks, transport: str)
     assert min(delays) == 0
 
 
-def old_name() -> None:
-    model = DDP(blocks(), report_hang_after=LIMIT_S)
-    with pytest.warns(FutureWarning, match=r"lateness\(\) is now stragglers\(\)"):
-        assert len(model.lateness()) == 2
-
-
-def test_the_old_name_of_stragglers_warns(on_ranks: OnRanks) -> None:
-    on_ranks(old_name)
-
-
 # ---- Arguments.
 
 

@@ -1,7 +1,6 @@
 """DistributedDataParallel: torch's class over drivetrain's own reducer and flat gradient buffer."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -326,15 +325,6 @@ class DistributedDataParallel(ReducesOverGroups):
             NotImplementedError: The parameters are not on the CPU. There a stream waits, and the host cannot time it.
         """
         return delays_of(self.reducer.hang_reporter, self.device, self.process_group)
-
-    def lateness(self) -> list[float]:
-        """Deprecated name of `stragglers()`."""
-        warnings.warn(
-            "DistributedDataParallel.lateness() is now stragglers(); the old name goes with the next release.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return self.stragglers()
 
     def skipped_steps(self) -> SkippedSteps:
         """Returns how many steps `check_gradients="skip"` has dropped, and what was found in the last of them."""

@@ -1,4 +1,4 @@
-"""Implements `drivetrain bench`, which measures the tables of docs/benchmarks.md against torch in one process."""
+"""Implements `drivetrain bench`, which measures the tables of benchmarks/RESULTS.md against torch in one process."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Draws docs/images/scaling.svg from the JSON of `drivetrain bench scaling`.
+"""Draws docs/images/scaling.svg from the JSON of `python benchmarks/run.py scaling`.
 
 python benchmarks/scaling_picture.py [FILE]    (default: benchmarks/results/clusters/scaling.json)
 """

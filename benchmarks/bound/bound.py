@@ -1,6 +1,6 @@
 """Judges the solver of activation budgets by a lower bound on the time that any plan adds to a step.
 
-python benchmarks/bound/bound.py    (profiles the models of `drivetrain bench activations`; needs a C++20 compiler)
+python benchmarks/bound/bound.py    (profiles the models of `benchmarks/run.py activations`; needs a C++20 compiler)
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _library() -> ctypes.CDLL:
 
 def main() -> None:
     from drivetrain import _C
-    from drivetrain.bench.ablation import recorded_models
-    from drivetrain.bench.activations import SHARES
+    from suite.ablation import recorded_models
+    from suite.activations import SHARES
 
     print("model and budget: planned milliseconds, lower bound, ratio")
     for recorded in recorded_models():

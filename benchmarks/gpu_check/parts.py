@@ -1,6 +1,6 @@
 """Lists the jobs of each part of the check and reads their results.
 
-A new measurement is one job here, or one row in drivetrain/bench/gpu.py.
+A new measurement is one job here, or one row in benchmarks/suite/gpu.py.
 """
 
 import collections
@@ -21,7 +21,7 @@ Command = list[str | Path]
 PARTS = ("build", "gates", "train", "ranks", "steps", "bench", "sanitize", "devices", "tests", "long")
 DEFAULT_PARTS = PARTS[:-1]  # the last part does not fit into ten minutes
 LONG = ("large", "repeats")  # measurements of the part "long"
-# Maps each measurement of drivetrain/bench/gpu.py to its description and the seconds reserved for it.
+# Maps each measurement of benchmarks/suite/gpu.py to its description and the seconds reserved for it.
 MEASUREMENTS = {
     "copy": ("copy bandwidth", 8),
     "optim": ("every optimizer layout against torch's fused and foreach steps: ms, GB/s, share of a copy", 40),
@@ -346,7 +346,8 @@ def _bench(setting: Setting, part: str) -> list[Job]:
         if (name in LONG) != (part == "long"):
             continue
         file = setting.folder / f"bench-{name.replace(' ', '-')}.json"
-        command: Command = [sys.executable, "-m", "drivetrain", "bench", "gpu", "--only", name, "--json", file]
+        program = setting.repository / "benchmarks" / "run.py"
+        command: Command = [sys.executable, program, "gpu", "--only", name, "--json", file]
         command += ["--dry-run"] if setting.is_dry else []
         read = _tables_of(name, file, setting.is_dry)
         found.append(Job(part, name, what, command, least_s, read, setting.environment, file))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.bench import ablation
-from drivetrain.bench.activation_memory import allocated, peak_of_alive
-from drivetrain.bench.activation_models import ModelCase
-from drivetrain.bench.activation_rivals import full
-from drivetrain.bench.activations import Variant, _compare_gradients
+from suite import ablation
+from suite.activation_memory import allocated, peak_of_alive
+from suite.activation_models import ModelCase
+from suite.activation_rivals import full
+from suite.activations import Variant, _compare_gradients
 
 ROWS, WIDTH = 64, 256
 LAYER_BYTES = 4 * ROWS * WIDTH

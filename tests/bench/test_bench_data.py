@@ -2,7 +2,7 @@
 
 import pytest
 
-from drivetrain.bench import data
+from suite import data
 
 
 def test_images_of_every_loader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""Tests the arithmetic by which `bench monitor` compares the account with torch.profiler's, without a clock."""
+"""Tests the arithmetic by which `benchmarks/run.py monitor` compares accounts with torch.profiler's."""
 
 from __future__ import annotations
 
 import pytest
 
-from drivetrain.bench.monitor import compare_with_profiler
+from suite.monitor import compare_with_profiler
 
 STEP = {"data": 0.002, "forward": 0.010, "backward": 0.020, "optimizer": 0.003, "host": 0.001}
 SEEN = {f"bench:{name}": 4 * seconds for name, seconds in STEP.items()} | {"aten::mm": 1.0}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.bench import repeats
+from suite import repeats
 
 CPU = torch.device("cpu")
 

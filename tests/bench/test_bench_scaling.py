@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.bench import comm, scaling
+from drivetrain.bench import comm
+from suite import scaling
 
 
 def test_measures_both_engines_by_ranks_and_bytes() -> None:

@@ -17,7 +17,7 @@ import torch
 
 import gpu_kernels
 from drivetrain import _C, optim
-from drivetrain.bench import gpu, optim_gpu
+from suite import gpu, optim_gpu
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -112,7 +112,7 @@ def test_a_dry_run_of_tests_and_measurements(tmp_path: Path) -> None:
     assert {"torch", "commit", "cores"} <= set(found["machine"])
 
     file = tmp_path / "bench.json"
-    command = [warm_python(), "-m", "drivetrain", "bench", "gpu", "--dry-run", "--json", str(file)]
+    command = [warm_python(), str(BENCHMARKS / "run.py"), "gpu", "--dry-run", "--json", str(file)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     tables = json.loads(file.read_text())["tables"]

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import drivetrain
-from drivetrain.bench.activation_memory import allocated
 from drivetrain.budget.trace import _recorded
+from suite.activation_memory import allocated
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # in torch 2.11

@@ -94,9 +94,9 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     script = tmp_path / "completion.bash"
     ask = "; ".join(
         (
-            "COMP_WORDS=(drivetrain bench --js)",
-            "COMP_CWORD=2",
-            "$(complete -p drivetrain | sed -E 's/.*-F ([^ ]+).*/\\1/') drivetrain --js bench",
+            "COMP_WORDS=(drivetrain bench optim --js)",
+            "COMP_CWORD=3",
+            "$(complete -p drivetrain | sed -E 's/.*-F ([^ ]+).*/\\1/') drivetrain --js optim",
             'echo "${COMPREPLY[@]}"',
         )
     )

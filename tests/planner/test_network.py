@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.bench import scaling
 from drivetrain.planner.devices import Link
 from drivetrain.planner.network import (
     ALGORITHMS,
@@ -20,6 +19,7 @@ from drivetrain.planner.network import (
     leave_one_out,
     relative_error,
 )
+from suite import scaling
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "results" / "clusters" / "published_nccl.json"
 

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
-from drivetrain.bench.activation_models import GPT
 from drivetrain.host_memory import HostMemory
 from drivetrain.planner import calibrate as calibration
 from drivetrain.planner.compare import compare, table
@@ -28,6 +27,7 @@ from drivetrain.planner.options import Options, bytes_of
 from drivetrain.planner.questions import largest, largest_by_line
 from drivetrain.planner.result import Plan
 from drivetrain.planner.timing import all_reduce_seconds
+from suite.activation_models import GPT
 
 GIB = 2**30
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import drivetrain
-from drivetrain.bench.activation_models import GPT, UNet
-from drivetrain.bench.plan_models import Case, measured_peak
 from drivetrain.planner.tracer import PlanError, trace_steps
+from suite.activation_models import GPT, UNet
+from suite.plan_models import Case, measured_peak
 
 
 def made(model: nn.Module, loss: Callable[[], torch.Tensor], batch: tuple[torch.Tensor, ...], **how: object) -> Case:

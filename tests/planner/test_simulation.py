@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain import _C
-from drivetrain.bench import scaling
 from drivetrain.planner.devices import Link
 from drivetrain.planner.network import Cluster, cluster_of
 from drivetrain.planner.simulation import (
@@ -22,6 +21,7 @@ from drivetrain.planner.simulation import (
     simulate,
     transformer,
 )
+from suite import scaling
 
 H100 = cluster_of("h100-ib")
 WORLDS = (8, 64, 1024)

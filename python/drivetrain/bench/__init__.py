@@ -1,7 +1,8 @@
-"""Implements `drivetrain bench`, which measures the tables of benchmarks/RESULTS.md against torch in one process."""
+"""Implements `drivetrain bench`, which measures optimizers, DDP and all-reduce against torch on this machine."""
 
 import argparse
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -10,67 +11,37 @@ HELP = """Measures drivetrain against torch and prints one table per topic.
 
 Both sides run interleaved in one process. A row shows medians, the median of the paired ratios and its 95 % bootstrap
 interval. The last column shows if the project's own target was met."""
+_TOPICS = {
+    "all": "optim, ddp and comm (the default)",
+    "optim": "steps of optimizers on the CPU",
+    "ddp": "DistributedDataParallel on 2 CPU ranks",
+    "comm": "all-reduce between CPU ranks of this machine",
+    "allreduce": "every transport by size, in the columns of nccl-tests; also under torchrun",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommand's arguments to its parser."""
     parser.description = HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "topic",
-        nargs="?",
-        default="all",
-        choices=[
-            "optim",
-            "accumulate",
-            "activations",
-            "ddp",
-            "comm",
-            "allreduce",
-            "shard",
-            "checkpoint",
-            "monitor",
-            "plan",
-            "data",
-            "gpu",
-            "ablation",
-            "scaling",
-            "all",
-        ],
-        help="the topic to measure (default: all, optim, accumulate, activations, ddp and comm)",
-    )
-    parser.add_argument("--only", metavar="NAME", help="for topic gpu: run this measurement only")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="for topic gpu: run tiny sizes on the CPU, as a test without meaningful figures",
-    )
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        help="for topic checkpoint: measure the disk of this folder (default: of temporary files)",
-    )
-    parser.add_argument("--transport", metavar="NAME", help="for topic allreduce: measure this one only")
-    for name, default, what in (
-        ("--minbytes", "1KiB", "smallest buffer"),
-        ("--maxbytes", "64MiB", "largest buffer"),
-    ):
-        parser.add_argument(name, default=default, metavar="BYTES", help=f"for topic allreduce: {what} ({default})")
-    parser.add_argument("--stepfactor", type=int, default=4, help="for topic allreduce: between two sizes (default: 4)")
-    parser.add_argument("--gib", type=float, default=1.0, help="for topic checkpoint: size of the model (default: 1)")
-    parser.add_argument(
-        "--ranks",
-        type=_counts,
-        metavar="N,N,...",
-        help="for topic comm: measure these numbers of ranks on this machine, for topic scaling to fit. For topic "
-        "allreduce without torchrun: one number of ranks (default: 2)",
-    )
-    parser.add_argument("--cluster", default="h100-ib", help="for topic scaling: a cluster of planner/clusters.toml")
-    parser.add_argument("--tokens", type=int, default=8192, help="for topic scaling: tokens of a rank in a step")
-    parser.add_argument("--fit", type=Path, metavar="FILE", help="for topic scaling: fit the JSON of comm --ranks")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")
-    parser.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    parser.set_defaults(topic="all", threads=2, rounds=31, json=None)
+    topics = parser.add_subparsers(dest="topic", metavar="TOPIC")
+    for topic, summary in _TOPICS.items():
+        one = topics.add_parser(topic, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        if topic in ("all", "optim"):
+            one.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")
+        if topic != "allreduce":
+            one.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
+        one.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+        if topic == "comm":
+            what = "measure these numbers of ranks, of which a cost model of this machine can be fitted"
+            one.add_argument("--ranks", type=_counts, metavar="N,N,...", help=what)
+        if topic == "allreduce":
+            one.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks without torchrun (default: 2)")
+            one.add_argument("--transport", metavar="NAME", help="measure this one only")
+            one.add_argument("--minbytes", default="1KiB", metavar="BYTES", help="smallest buffer (1KiB)")
+            one.add_argument("--maxbytes", default="64MiB", metavar="BYTES", help="largest buffer (64MiB)")
+            one.add_argument("--stepfactor", type=int, default=4, help="between two sizes (default: 4)")
 
 
 def _counts(text: str) -> list[int]:
@@ -78,15 +49,10 @@ def _counts(text: str) -> list[int]:
 
 
 def _comm_of_ranks(args: argparse.Namespace) -> int:
-    import os
-
     import torch
 
     from . import comm
 
-    if args.topic != "comm":
-        print(f"bench {args.topic}: --ranks requires topic comm or allreduce", file=sys.stderr)
-        return 2
     if min(args.ranks) < 2:
         print(
             f"bench comm: --ranks has {min(args.ranks)}, expected numbers of 2 or more, such as 2,4,8", file=sys.stderr
@@ -106,95 +72,34 @@ def _comm_of_ranks(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen benchmarks and prints their tables. Returns exit code 0 whatever the figures are."""
-    import torch
-
-    from .. import _C, __version__
-    from . import (
-        ablation,
-        accumulate,
-        activations,
-        allreduce,
-        checkpoint,
-        comm,
-        data,
-        ddp,
-        gpu,
-        monitor,
-        optim,
-        plan,
-        scaling,
-        shard,
-    )
-    from .measure import Row, print_table
+    from .. import _C
+    from . import allreduce, comm, ddp, optim
+    from .measure import Row, print_table, write_rows
 
     if args.json and not args.json.absolute().parent.is_dir():
         print(f"bench {args.topic}: --json is {args.json}, and there is no folder for it", file=sys.stderr)
         return 2
-    if args.topic == "gpu":
-        return gpu.run(only=args.only, is_dry=args.dry_run, rounds=args.rounds, json_file=args.json)
-    if args.only or args.dry_run:
-        print(f"bench {args.topic}: --only and --dry-run require topic gpu", file=sys.stderr)
-        return 2
     if args.topic == "allreduce":
-        if args.ranks and len(args.ranks) > 1:
-            print(f"bench allreduce: --ranks has {len(args.ranks)} numbers, expected one", file=sys.stderr)
-            return 2
         return allreduce.run(
-            ranks=args.ranks[0] if args.ranks else 2,
+            ranks=args.ranks,
             least=args.minbytes,
             most=args.maxbytes,
             factor=args.stepfactor,
             only=args.transport,
             json_file=args.json,
         )
-    if args.topic == "ablation":
-        return ablation.run(args.json)
-    if args.topic == "scaling":
-        return scaling.run(args.cluster, args.tokens, args.fit, args.json)
-    if args.ranks:
+    if args.topic == "comm" and args.ranks:
         return _comm_of_ranks(args)
-    topics = ["optim", "accumulate", "activations", "ddp", "comm"] if args.topic == "all" else [args.topic]
     results: dict[str, list[Row]] = {}
-    for topic in topics:
-        if topic == "optim":
-            results[topic] = optim.run(threads=args.threads, rounds=args.rounds)
-            print_table(f"Optimizer step on the CPU, {args.threads} threads, {_C.isa()}", results[topic])
-        elif topic == "accumulate":
-            results[topic] = accumulate.run(threads=args.threads, rounds=args.rounds)
-            title = f"Gradient accumulation of GPT-2 124M's linear layers, {accumulate.MICRO_STEPS} micro-steps"
-            print_table(f"{title}, {args.threads} threads, {_C.isa()}", results[topic])
-        elif topic == "activations":
-            results[topic] = activations.run(rounds=args.rounds)
-            title = f"Activation budgets, and {activations.REGIONS} checkpointed regions, CPU time of one thread"
-            print_table(title, results[topic])
-        elif topic == "checkpoint":
-            results[topic] = checkpoint.run(args.directory, min(args.rounds, 7), args.gib)
-            print_table(
-                "Checkpoints of one process on this disk; the first column of figures is the other side", results[topic]
-            )
-        elif topic == "monitor":
-            results[topic] = monitor.run(threads=args.threads, rounds=args.rounds)
-            print_table("The monitor; the first column of figures is the other side", results[topic])
-        elif topic == "plan":
-            results[topic] = plan.run(threads=args.threads)
-            print_table(
-                "Plans for the CPU; the first column of figures is measured, the second is planned", results[topic]
-            )
-        elif topic == "data":
-            results[topic] = data.run(threads=args.threads, rounds=args.rounds)
-            print_table("Loops that wait for their loader", results[topic])
-        elif topic == "shard":
-            results[topic] = shard.run(rounds=args.rounds)
-            title = f"DistributedDataParallel(shard=...), {shard.RANKS} CPU ranks of 1 thread"
-            print_table(f"{title}; the first column of figures is the other side", results[topic])
-        elif topic == "ddp":
-            results[topic] = ddp.run(rounds=args.rounds)
-            print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results[topic])
-        else:
-            results[topic] = comm.run(rounds=args.rounds)
-            print_table("All-reduce between 2 CPU ranks of a host: gloo against shared memory", results[topic])
+    if args.topic in ("all", "optim"):
+        results["optim"] = optim.run(threads=args.threads, rounds=args.rounds)
+        print_table(f"Optimizer step on the CPU, {args.threads} threads, {_C.isa()}", results["optim"])
+    if args.topic in ("all", "ddp"):
+        results["ddp"] = ddp.run(rounds=args.rounds)
+        print_table("DistributedDataParallel, 2 CPU ranks of 1 thread", results["ddp"])
+    if args.topic in ("all", "comm"):
+        results["comm"] = comm.run(rounds=args.rounds)
+        print_table("All-reduce between 2 CPU ranks of a host: gloo against shared memory", results["comm"])
     if args.json:
-        facts = {"torch": torch.__version__, "drivetrain": __version__, "isa": _C.isa(), "machine": platform.machine()}
-        rows = {topic: [row.as_dict() for row in rows] for topic, rows in results.items()}
-        args.json.write_text(json.dumps({**facts, **rows}, indent=2) + "\n")
+        write_rows(args.json, results)
     return 0

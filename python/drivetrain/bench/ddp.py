@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import nn
 
 from ..ddp.distributed import DistributedDataParallel
-from . import bound, scale
+from . import bound
 from .measure import Row, interleaved, median_interval, ratio_of_medians, ratio_row
 from .ranks import BACKENDS, meet, on_ranks
 from .shapes import gpt2_124m
@@ -27,7 +27,7 @@ M_MMAP_THRESHOLD = -3  # from malloc.h
 
 
 def run(rounds: int) -> list[Row]:
-    """Returns rows for memory, many small parameters, exposed communication, bound ranks and scale, of rank 0."""
+    """Returns rows for memory, many small parameters, exposed communication and bound ranks, of rank 0."""
     engines = ("plain", "torch", "drivetrain")
     memory = {}
     for engine in track(engines, description="memory", transient=True):
@@ -40,7 +40,6 @@ def run(rounds: int) -> list[Row]:
         _exposed_row(exposed[0]),
         _exposed_row(exposed[1], ", and the script keeps the gradients of the step before"),
         *bound.run(rounds),
-        *scale.run(rounds),
     ]
 
 

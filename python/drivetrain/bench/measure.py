@@ -3,16 +3,21 @@
 import contextlib
 import ctypes
 import gc
+import json
 import math
+import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from .. import _C, __version__
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -181,3 +186,10 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
         roofline = [f"{row.roofline:.2f} {row.unit}" if row.roofline is not None else ""] if has_rooflines else []
         table.add_row(row.what, f"{row.torch:.2f} {row.unit}", ours, *roofline, ratio, row.target, verdict)
     Console(width=None if Console().is_terminal else 140).print(table)
+
+
+def write_rows(file: Path, results: Mapping[str, Sequence[Row]]) -> None:
+    """Writes the rows of each topic, and facts about the machine, as JSON."""
+    facts = {"torch": torch.__version__, "drivetrain": __version__, "isa": _C.isa(), "machine": platform.machine()}
+    rows = {topic: [row.as_dict() for row in rows] for topic, rows in results.items()}
+    file.write_text(json.dumps({**facts, **rows}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Measures TraceML's overhead on the loop of `bench monitor`, in a process that TraceML's own launcher starts."""
+"""Measures TraceML's overhead on the loop of `benchmarks/run.py monitor`, under TraceML's own launcher."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ def traceml_row(threads: int, rounds: int) -> Row | None:
         rounds: Timed rounds without TraceML, and as many with it.
     """
     if importlib.util.find_spec("traceml_ai") is None:
-        print("bench monitor: TraceML is not measured: pip install traceml-ai", file=sys.stderr)
+        print("run.py monitor: TraceML is not measured: pip install traceml-ai", file=sys.stderr)
         return None
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "seconds.json"
         command = [sys.executable, "-m", "traceml_ai.launcher.cli", "run", __file__, "--logs-dir", f"{name}/logs"]
         environment = {**os.environ, _OUT: str(out), _ROUNDS: str(rounds), "OMP_NUM_THREADS": str(threads)}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         try:
             ran = subprocess.run(command, env=environment, cwd=name, capture_output=True, text=True, timeout=_LIMIT_S)
             said = ran.stdout + ran.stderr
         except subprocess.TimeoutExpired:
             said = f"it has not ended within {_LIMIT_S} s"
         if not out.exists():
-            print(f"bench monitor: TraceML is not measured: {said[-500:]}", file=sys.stderr)
+            print(f"run.py monitor: TraceML is not measured: {said[-500:]}", file=sys.stderr)
             return None
         bare, traced = json.loads(out.read_text())
     ratio, low, high = median_interval([one / other for one, other in zip(traced, bare, strict=True)])
@@ -56,7 +57,7 @@ def _measure(rounds: int) -> None:
 
     Its patches stay once it has begun, so that blocks of both kinds cannot alternate.
     """
-    from drivetrain.bench.monitor_training import STEPS, Training
+    from suite.monitor_training import STEPS, Training
 
     traceml: Any = importlib.import_module("traceml_ai")
     training = Training()

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ddp.distributed import DistributedDataParallel
-from ..optim import AdamW
-from ..optim.sharded import local_part
-from .ddp import _GPT
-from .measure import Row, ratio_of_medians
-from .ranks import meet, on_ranks
+from drivetrain.bench.ddp import _GPT
+from drivetrain.bench.measure import Row, ratio_of_medians
+from drivetrain.bench.ranks import meet, on_ranks
+from drivetrain.ddp.distributed import DistributedDataParallel
+from drivetrain.optim import AdamW
+from drivetrain.optim.sharded import local_part
 
 RANKS = 4
 WARM_UP = 5
@@ -38,7 +38,7 @@ def run(rounds: int) -> list[Row]:
     """Returns the rows. Each rank has one thread, and all ranks share this machine's cores."""
     if importlib.util.find_spec("deepspeed") is None:
         print(
-            "bench shard: deepspeed is not installed, so its rows are omitted (DS_BUILD_OPS=0 pip install "
+            "run.py shard: deepspeed is not installed, so its rows are omitted (DS_BUILD_OPS=0 pip install "
             "--no-build-isolation deepspeed)",
             file=sys.stderr,
         )

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import optim
+from drivetrain import optim
+from drivetrain.bench.measure import Row
+
 from .activation_models import GPT, VOCABULARY
-from .measure import Row
 
 MAX_NORM = 1.0
 LEARNING_RATE = 6e-4

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import drivetrain
+from drivetrain import optim
+from drivetrain.bench.measure import Row, interleaved
 
-from .. import optim
 from .activation_models import GPT
-from .measure import Row, interleaved
 
 MAX_NORM = 1.0
 VOCABULARY = 50304

@@ -1,4 +1,4 @@
-"""The training whose steps `bench monitor` measures."""
+"""The training whose steps `benchmarks/run.py monitor` measures."""
 
 from __future__ import annotations
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ..monitor import Monitor, read_events
-from .measure import Row, median_interval, small_collections
+from drivetrain.bench.measure import Row, median_interval, small_collections
+from drivetrain.bench.ranks import on_ranks
+from drivetrain.monitor import Monitor, read_events
+
 from .monitor_training import STEPS, Training
-from .ranks import on_ranks
 from .traceml import traceml_row
 
 _PROFILED_ROUNDS = 3

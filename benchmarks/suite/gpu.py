@@ -1,4 +1,4 @@
-"""Runs `bench gpu`: one entry of MEASUREMENTS per table. A failing measurement does not stop the others."""
+"""Runs `benchmarks/run.py gpu`: one entry of MEASUREMENTS per table. A failing measurement does not stop the others."""
 
 import json
 import sys
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__
-from . import accumulate, activations, activations_compiled, comm, ddp, end_to_end, host, large, optim_gpu, repeats
-from .measure import Row, print_table
+from drivetrain import __version__
+from drivetrain.bench import comm, ddp
+from drivetrain.bench.measure import Row, print_table
+
+from . import accumulate, activations, activations_compiled, end_to_end, host, large, optim_gpu, repeats
 
 # Yields rows as they are measured; takes the device, the rounds, and True for a dry run with tiny sizes.
 Measurement = Callable[[torch.device, int, bool], Iterator[Row]]
@@ -41,10 +43,10 @@ def run(only: str | None, is_dry: bool, rounds: int, json_file: Path | None) -> 
     Returns the exit code: 0, 1 if a measurement failed (the others are complete), or 2 if nothing can be measured here.
     """
     if only is not None and only not in MEASUREMENTS:
-        print(f"bench gpu: --only is {only!r}, expected one of {', '.join(MEASUREMENTS)}", file=sys.stderr)
+        print(f"run.py gpu: --only is {only!r}, expected one of {', '.join(MEASUREMENTS)}", file=sys.stderr)
         return 2
     if not is_dry and not torch.cuda.is_available():
-        print("bench gpu: torch sees no NVIDIA GPU here (use --dry-run to test the code on the CPU)", file=sys.stderr)
+        print("run.py gpu: torch sees no NVIDIA GPU here (use --dry-run to test the code on the CPU)", file=sys.stderr)
         return 2
     device = torch.device("cpu") if is_dry else torch.device("cuda", torch.cuda.current_device())
     where = "dry run on the CPU, figures are meaningless" if is_dry else torch.cuda.get_device_name()
@@ -62,7 +64,7 @@ def run(only: str | None, is_dry: bool, rounds: int, json_file: Path | None) -> 
             failed.append(name)
         print_table(f"{title}; {where}", results[name])
     if failed:
-        print(f"bench gpu: failed: {', '.join(failed)}; see above", file=sys.stderr)
+        print(f"run.py gpu: failed: {', '.join(failed)}; see above", file=sys.stderr)
     return int(bool(failed))
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _C
-from ..budget import activation_budget
-from ..budget.trace import Recording
+from drivetrain import _C
+from drivetrain.bench.measure import Row, interleaved, ratio_row
+from drivetrain.budget import activation_budget
+from drivetrain.budget.trace import Recording
+
 from .activation_models import GPT
-from .measure import Row, interleaved, ratio_row
 
 RATIOS = (0.5, 0.3)  # of torch's memory budget
 DRY_RATIOS = (0.5,)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
-from ..checkpointing import CheckpointError, Store
+from drivetrain.bench.measure import Row, median_interval
+from drivetrain.checkpointing import CheckpointError, Store
+
 from . import checkpoint_resume, checkpoint_steps, checkpoint_survivors
-from .measure import Row, median_interval
 
 LIMIT_S = 600.0
 FLIPS = 1000
@@ -209,7 +210,7 @@ def _flips(directory: Path) -> Row:
 
 
 def _fails_to_load(path: Path) -> bool:
-    from ..checkpointing import Checkpoint
+    from drivetrain.checkpointing import Checkpoint
 
     try:
         Checkpoint(path).load()

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from .. import optim
-from ..budget import activation_budget
+from drivetrain import optim
+from drivetrain.bench.measure import Row, interleaved
+from drivetrain.budget import activation_budget
+
 from .activation_models import GPT, VOCABULARY
-from .measure import Row, interleaved
 
 SIZE = {"depth": 40, "dim": 4096, "heads": 32, "length": 1024}  # 8.1 B parameters
 BATCH = 8

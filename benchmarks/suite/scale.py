@@ -16,10 +16,10 @@ from rich.progress import track
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ..ddp import control_block, tag_board
-from ..ddp.distributed import DistributedDataParallel
-from .measure import Row, interleaved, ratio_row
-from .ranks import on_ranks
+from drivetrain.bench.measure import Row, interleaved, ratio_row
+from drivetrain.bench.ranks import on_ranks
+from drivetrain.ddp import control_block, tag_board
+from drivetrain.ddp.distributed import DistributedDataParallel
 
 MIB = 2**20
 RESIDENT_RANKS = (2, 4, 8, 16)

@@ -13,10 +13,10 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from ..grad.fuse_wgrad import fuse_wgrad
-from ..grad.main_grads import float32_grad, main_grads
-from ..optim import AdamW
-from .measure import Row, interleaved, median_interval, ratio_of_medians
+from drivetrain.bench.measure import Row, interleaved, median_interval, ratio_of_medians
+from drivetrain.grad.fuse_wgrad import fuse_wgrad
+from drivetrain.grad.main_grads import float32_grad, main_grads
+from drivetrain.optim import AdamW
 
 MICRO_STEPS = 8
 BUCKET_MB = 8.0  # of step_in_backward(); holds a few of the largest gradients

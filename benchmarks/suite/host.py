@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import DistributedDataParallel, optim
+from drivetrain import DistributedDataParallel, optim
+from drivetrain.bench.measure import Row, median_interval, small_collections
+from drivetrain.bench.optim import models
+from drivetrain.bench.ranks import BACKENDS, on_ranks
+from drivetrain.bench.shapes import Shape, gpt2_124m, many_small
+
 from .activation_models import GPT
-from .measure import Row, median_interval, small_collections
-from .optim import models
-from .ranks import BACKENDS, on_ranks
-from .shapes import Shape, gpt2_124m, many_small
 
 REPLAYS = 20  # of a captured CUDA graph between two events
 

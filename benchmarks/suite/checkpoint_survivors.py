@@ -14,10 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpointing import Checkpointer, Ram, continue_in_place
+from drivetrain.bench.measure import Row
+from drivetrain.bench.ranks import on_ranks
+from drivetrain.checkpointing import Checkpointer, Ram, continue_in_place
+
 from .checkpoint_steps import make_training
-from .measure import Row
-from .ranks import on_ranks
 
 RANKS, KILLED, KILLED_IN_STEP = 3, 1, 4
 LIMIT_S = 10.0  # the target

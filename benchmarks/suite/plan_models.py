@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..planner.workspaces import memory_profile, peak_of
+from drivetrain.planner.workspaces import memory_profile, peak_of
+
 from .activation_models import GPT, UNet
 
 _VOCABULARY = 2048

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import optim
-from . import family
-from .measure import Row, interleaved, ratio_row
-from .optim import COMPRESSED, MAX_NORM, SCALE, check_same, grad_of, models, our_tail, torch_tail
-from .roofline import least_bytes
-from .shapes import Shape, gpt2_124m, gpt3_xl, many_small, resnet50
+from drivetrain import optim
+from drivetrain.bench import family
+from drivetrain.bench.measure import Row, interleaved, ratio_row
+from drivetrain.bench.optim import COMPRESSED, MAX_NORM, SCALE, check_same, grad_of, models, our_tail, torch_tail
+from drivetrain.bench.roofline import least_bytes
+from drivetrain.bench.shapes import Shape, gpt2_124m, gpt3_xl, many_small, resnet50
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..data import CachedImages, prefetch
-from ..data.images import _decoded
-from .measure import Row, median_interval
+from drivetrain.bench.measure import Row, median_interval
+from drivetrain.data import CachedImages, prefetch
+from drivetrain.data.images import _decoded
 
 _IMAGES, _PIXELS, _SIZE = 192, (1280, 960), 64  # JPEG files of such pictures, resized to _SIZE x _SIZE
 _BATCH = 32
@@ -64,7 +64,7 @@ def _webdataset(samples: list[tuple[Path, int]], folder: Path) -> IterableDatase
         import webdataset
     except ImportError:
         print(
-            "bench data: webdataset is not installed, so its row is omitted (pip install webdataset)", file=sys.stderr
+            "run.py data: webdataset is not installed, so its row is omitted (pip install webdataset)", file=sys.stderr
         )
         return None
     stream = webdataset.WebDataset(_tar_files(samples, folder, 2), shardshuffle=False)
@@ -104,7 +104,7 @@ def _measure_images(rounds: int) -> list[Row]:
         from PIL import Image
     except ImportError:
         print(
-            "bench data: Pillow is not installed, so the rows of images are omitted (pip install pillow)",
+            "run.py data: Pillow is not installed, so the rows of images are omitted (pip install pillow)",
             file=sys.stderr,
         )
         return []

@@ -1,6 +1,6 @@
 """Ablates the solver of activation budgets: planned times with each of its parts left out.
 
-The cases are the models of `drivetrain bench activations` at three budgets each. Every model is profiled once on this
+The cases are the models of `benchmarks/run.py activations` at three budgets each. Every model is profiled once on this
 machine, with one thread and in its CPU time. Each case is then solved with the whole solver and without one part.
 """
 
@@ -16,11 +16,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import _C
-from ..budget.trace import STORAGE_FORMATS, BackwardUse, profile
+from drivetrain import _C
+from drivetrain.bench.measure import keep_freed_memory
+from drivetrain.budget.trace import STORAGE_FORMATS, BackwardUse, profile
+
 from .activation_models import ModelCase, cases
 from .activations import SHARES, Variant, seconds_of
-from .measure import keep_freed_memory
 
 PARTS = ("segments", "min cut", "local search")
 WHOLE = "whole solver"

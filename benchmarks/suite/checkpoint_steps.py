@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader, Dataset
 
 import drivetrain
+from drivetrain.bench.measure import Row, median_interval
+from drivetrain.bench.ranks import on_ranks
+from drivetrain.checkpointing import Checkpointer
+from drivetrain.data import ResumableSampler
 
-from ..checkpointing import Checkpointer
-from ..data import ResumableSampler
 from .activation_models import GPT
-from .measure import Row, median_interval
-from .ranks import on_ranks
 
 LIMIT_S = 600.0
 AFTER = 20  # steps after a save whose extra time counts

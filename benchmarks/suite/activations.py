@@ -13,11 +13,12 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from ..budget import ActivationPlan, activation_budget
+from drivetrain.bench.measure import Row, interleaved, keep_freed_memory, ratio_of_medians
+from drivetrain.budget import ActivationPlan, activation_budget
+
 from . import activation_regions, activation_rivals
 from .activation_memory import allocated, peak_of_alive
 from .activation_models import GPT, VOCABULARY, ModelCase, cases, children_of, num_cases
-from .measure import Row, interleaved, keep_freed_memory, ratio_of_medians
 
 REGIONS = activation_regions.REGIONS
 SHARES = (80, 50, 30)  # percent of the bytes kept without a budget

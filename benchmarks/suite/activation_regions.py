@@ -9,8 +9,8 @@ import torch.utils.checkpoint
 from rich.progress import track
 from torch import Tensor, nn
 
-from ..recompute import checkpoint
-from .measure import Row, interleaved, ratio_of_medians
+from drivetrain.bench.measure import Row, interleaved, ratio_of_medians
+from drivetrain.recompute import checkpoint
 
 REGIONS = 12
 TARGET = 0.5

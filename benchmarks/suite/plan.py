@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from ..planner.calibrate import cache_path, corrected, fingerprint
-from ..planner.planner import plan
-from .measure import Row
+from drivetrain.bench.measure import Row
+from drivetrain.planner.calibrate import cache_path, corrected, fingerprint
+from drivetrain.planner.planner import plan
+
 from .plan_models import makers, measured_peak, measured_seconds
 
 _MEDIAN, _PERCENTILE, _UNDER = 0.04, 0.08, 0.03  # targets of the peak's error
@@ -29,7 +30,7 @@ import json, re, time
 from pathlib import Path
 import torch
 import drivetrain
-from drivetrain.bench.activation_models import GPT
+from suite.activation_models import GPT
 begin = time.perf_counter()
 with torch.device("meta"):
     model = GPT(depth=32, dim=4096, heads=32, length=2048, dropout=0.0, vocabulary=32000).bfloat16()
@@ -87,7 +88,8 @@ def run(threads: int = 2) -> list[Row]:
 
 def large_rows() -> list[Row]:
     """Returns the time and the resident memory of a plan of a model of 7 B parameters on "meta"."""
-    done = subprocess.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, timeout=300, check=False)
+    code = f"import sys; sys.path[:0] = {sys.path!r}{_LARGE}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise RuntimeError(f"the plan of the large model failed:\n{done.stderr}")
     seconds, gib, billions = json.loads(done.stdout.splitlines()[-1])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..data import ResumableSampler
-from .measure import Row
+from drivetrain.bench.measure import Row
+from drivetrain.data import ResumableSampler
 
 STEPS, STOP = 20, 10  # the run is stopped and resumed within the second epoch
 ROWS, BATCH = 28, 4
@@ -88,7 +88,7 @@ def _huggingface(folder: Path, is_ours: bool, stop: int | None) -> Losses:
     from transformers.trainer_callback import PrinterCallback
     from transformers.utils import logging
 
-    from ..checkpointing.huggingface import CheckpointCallback
+    from drivetrain.checkpointing.huggingface import CheckpointCallback
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     losses: Losses = {}
@@ -132,7 +132,7 @@ def _lightning(folder: Path, is_ours: bool, stop: int | None) -> Losses:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from ..checkpointing.lightning import CheckpointCallback
+    from drivetrain.checkpointing.lightning import CheckpointCallback
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     losses: Losses = {}

@@ -9,8 +9,8 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from .. import _C
-from .measure import Row, interleaved, median_interval
+from drivetrain import _C
+from drivetrain.bench.measure import Row, interleaved, median_interval
 
 NUMEL = 5_000_000  # above 32 MiB, glibc maps new memory for every call, which would dominate
 

@@ -1,4 +1,4 @@
-"""Predicts how DistributedDataParallel scales to thousands of ranks: tables of `drivetrain bench scaling`."""
+"""Predicts how DistributedDataParallel scales to thousands of ranks: tables of `python benchmarks/run.py scaling`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..planner.devices import Link
-from ..planner.network import Cluster, all_reduce_seconds, cluster_of, fit, leave_one_out, relative_error
-from ..planner.simulation import (
+from drivetrain.planner.devices import Link
+from drivetrain.planner.network import Cluster, all_reduce_seconds, cluster_of, fit, leave_one_out, relative_error
+from drivetrain.planner.simulation import (
     Bucket,
     LinkFault,
     Stragglers,
@@ -274,7 +274,7 @@ def run(key: str, tokens: int, points_file: Path | None, json_file: Path | None)
         cluster = cluster_of(key)
         measured = json.loads(points_file.read_text()) if points_file else None
     except (OSError, ValueError) as error:
-        console.print(f"bench scaling: {error}", markup=False)
+        console.print(f"run.py scaling: {error}", markup=False)
         return 2
     workload = workload_of(tokens)
     scales = [scale_of(workload, cluster, ranks) for ranks in WORLDS]

@@ -1,0 +1,1 @@
+"""Measures what the tables of the documentation show beyond `drivetrain bench`."""

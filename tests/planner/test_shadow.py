@@ -67,6 +67,17 @@ def after(step):
     assert open("log.txt").read().startswith("begin\\nWARNING") and os.path.getsize("log.txt") > 6
 train(after)
 """,
+    "thread": """
+import itertools, threading, time
+def write_on():  # also after the planner has stopped the loop
+    for number in itertools.count():
+        with open(f"late-{number}.txt", "w") as file:
+            file.write("late")
+        torch.save({"number": number}, f"late-{number}.pt")
+        time.sleep(0.001)
+threading.Thread(target=write_on, daemon=True).start()
+train(lambda step: None)
+""",
     "delete": """
 os.remove("log.txt"), Path("model.pt").unlink(), shutil.rmtree("ckpt-old")
 assert not os.path.exists("ckpt-old/a.pt") and "log.txt" not in os.listdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -247,19 +248,24 @@ class Overlay:
     # ---- What the script would have changed.
 
     def changes(self) -> Iterator[tuple[str, str, int]]:
-        """Yields what was done, the path and its bytes: "write", "write and remove", "make" (a folder) or "remove"."""
+        """Yields what was done, the path and its bytes: "write", "write and remove", "make" (a folder) or "remove".
+
+        Threads of the script may go on to write, move and remove meanwhile.
+        """
         for folder, folders, files in os.walk(self.folder):
             for file in sorted(files):
                 path = self.seen(os.path.join(folder, file))
-                yield "write", path, os.lstat(self.folder + path).st_size + self.unseen_bytes.get(path, 0)
+                with contextlib.suppress(FileNotFoundError):
+                    yield "write", path, os.lstat(self.folder + path).st_size + self.unseen_bytes.get(path, 0)
             for each in sorted(folders):
                 path = self.seen(os.path.join(folder, each))
-                if not os.path.isdir(path) and not os.listdir(self.folder + path):
-                    yield "make", path, 0
-        for path, size in self._gone.items():
+                with contextlib.suppress(FileNotFoundError):
+                    if not os.path.isdir(path) and not os.listdir(self.folder + path):
+                        yield "make", path, 0
+        for path, size in list(self._gone.items()):
             if not os.path.lexists(self._place(path)) and not os.path.lexists(path):
                 yield "write and remove", path, size
-        for path, source in self._source.items():
+        for path, source in list(self._source.items()):
             if source is None and os.path.lexists(path) and not os.path.lexists(self.folder + path):
                 yield "remove", path, 0
             elif source is not None and source != path:

@@ -179,11 +179,9 @@ def _traced(
     shadow = Shadow(folder)
     try:
         others = {TORCHDATA: stand_in_for_torchdata(period, lambda plain: taking_batch(plain, size.size, size.take))}
-        with (
-            shadow,
-            writers.stand_ins(shadow, others),
-            machines.stand_ins(tracer, period, device_kind, size, world_size),
-        ):
+        shadow.begin()
+        writers.begin(shadow, others)
+        with machines.stand_ins(tracer, period, device_kind, size, world_size):
             hook = register_optimizer_step_post_hook(lambda optimizer, *_: period.step(optimizer))
             try:
                 with tracer:
@@ -205,8 +203,9 @@ def _traced(
         raise PlanError(
             f"{path} {how} after {period.num_steps} optimizer steps, and a plan needs 2, of each optimizer: {advice}"
         )
-    trace = tracer.finish()
-    trace.changes = list(_described(shadow))
+    with shadow.lifted():
+        trace = tracer.finish()
+        trace.changes = list(_described(shadow))
     if batch is not None and not size.is_taken:
         trace.notes.append(
             f"--batch {batch} changes nothing: the script has made no DataLoader that takes a batch size"
@@ -255,8 +254,9 @@ def _measured(
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        with shadow, writers.stand_ins(shadow, others):
-            exec(code, main.__dict__)
+        shadow.begin()
+        writers.begin(shadow, others)
+        exec(code, main.__dict__)
     except (Enough, SystemExit):
         pass
     except Exception as error:
@@ -264,8 +264,9 @@ def _measured(
             raise ScriptError(f"{path} raised {type(error).__name__} on real values: {error}") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for worker in multiprocessing.active_children():
-            worker.terminate()
+        with shadow.lifted():
+            for worker in multiprocessing.active_children():
+                worker.terminate()
     whole = ends[_WARM_UP * period :]  # which begin with the end of an iteration
     times = [end - begin for begin, end in zip(whole, whole[period:], strict=False)]
     if not times:

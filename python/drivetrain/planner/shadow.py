@@ -36,7 +36,10 @@ class Refused(PermissionError):
 
 
 class Shadow:
-    """Keeps a script from writing, as a context manager. It holds for all threads and for forks of the process.
+    """Keeps a script from writing, from `begin` until the process ends, in all threads and in forks of the process.
+
+    Nothing ends it, because threads of a script may write after its main thread was stopped. `lifted` is for the
+    caller's own work.
 
     Files that the script writes, changes, moves and removes are kept in an overlay, where it finds them again. Programs
     that it starts do nothing, print nothing and succeed. Connections are refused as if no server was there. All other
@@ -53,28 +56,16 @@ class Shadow:
         self.programs: list[str] = []
         self.servers: list[str] = []
         self._whose = whose
-        self._is_active = False
         self._local = threading.local()
-        self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> Shadow:
-        replaced = self._replacements()
-        self._undo.callback(setattr, shutil, "_use_fd_functions", getattr(shutil, "_use_fd_functions", False))
+    def begin(self) -> None:
+        """Stands in for the doors to files, programs and servers from now on."""
         shutil._use_fd_functions = False  # type: ignore[attr-defined]  # rmtree by paths
-        self._undo.callback(rebind(replaced))
-        self._undo.callback(setattr, subprocess.Popen, "__init__", subprocess.Popen.__init__)
+        rebind(self._replacements())
         subprocess.Popen.__init__ = self._popen_init(subprocess.Popen.__init__)  # type: ignore[method-assign]
-        self._undo.callback(setattr, multiprocessing.util, "spawnv_passfds", multiprocessing.util.spawnv_passfds)
         multiprocessing.util.spawnv_passfds = self._spawn(multiprocessing.util.spawnv_passfds)
-        self._undo.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
         sys.dont_write_bytecode = True
-        self._is_active = True
         sys.addaudithook(self._audit())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_active = False
-        self._undo.close()
 
     # ---- For stand-ins.
 
@@ -104,7 +95,7 @@ class Shadow:
             self.overlay.unseen_bytes[path] = self.overlay.unseen_bytes.get(path, 0) + num_bytes
 
     def _is_lifted(self) -> bool:
-        return not self._is_active or getattr(self._local, "is_lifted", False)
+        return getattr(self._local, "is_lifted", False)
 
     # ---- Doors to files.
 
@@ -366,32 +357,20 @@ class _Entry:
             return False
 
 
-def rebind(replaced: dict[Any, Any]) -> Callable[[], None]:
-    """Rebinds every name of a module, and of the classes of some, that is a key to its value.
-
-    Returns:
-        A function that restores the names.
-    """
+def rebind(replaced: dict[Any, Any]) -> None:
+    """Rebinds every name of a module, and of the classes of some, that is a key to its value."""
     by_id = {id(old): new for old, new in replaced.items()}
-    undo: list[tuple[Any, str, Any]] = []
     for name, module in list(sys.modules.items()):
         namespace = dict(getattr(module, "__dict__", {}))
-        holders: list[tuple[Any, str, Any, Any]]
-        holders = [(module, alias, value, value) for alias, value in namespace.items() if id(value) in by_id]
+        holders: list[tuple[Any, str, Any]]
+        holders = [(module, alias, value) for alias, value in namespace.items() if id(value) in by_id]
         for each in namespace.values() if name in _HIGHER_CLASSES else ():
             if isinstance(each, type):
-                entries = ((alias, value, _bare(value)) for alias, value in vars(each).items())
-                holders += [(each, *entry) for entry in entries if id(entry[2]) in by_id]
-        for holder, alias, value, bare in holders:
+                entries = ((alias, _bare(value)) for alias, value in vars(each).items())
+                holders += [(each, *entry) for entry in entries if id(entry[1]) in by_id]
+        for holder, alias, bare in holders:
             new = by_id[id(bare)]
-            undo.append((holder, alias, value))
             setattr(holder, alias, staticmethod(new) if isinstance(holder, type) else new)
-
-    def restore() -> None:
-        for holder, alias, value in undo:
-            setattr(holder, alias, value)
-
-    return restore
 
 
 def _bare(value: Any) -> Any:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -43,16 +43,14 @@ _READERS = (("numpy", "loadtxt", 0, "fname"), ("numpy", "genfromtxt", 0, "fname"
 _CHANGING = os.O_RDWR | os.O_CREAT
 
 
-@contextlib.contextmanager
-def stand_ins(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) -> Iterator[None]:
-    """Lets libraries write where the shadow says, modules that are imported later included, until the block ends.
+def begin(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) -> None:
+    """Lets libraries write where the shadow says, modules that are imported later included, until the process ends.
 
     Args:
         shadow: The shadow.
         others: Functions to call with other modules, by name, once they are imported.
     """
     saver = _Saver(shadow)
-    plain_reduce = FakeTensor.__reduce_ex__
     FakeTensor.__reduce_ex__ = saver.reduced()  # type: ignore[method-assign]
     torch.serialization.add_safe_globals([_made, nn.Parameter])
     functions: dict[Any, Any] = {
@@ -71,21 +69,13 @@ def stand_ins(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]
     by_module.setdefault("wandb", []).append(_disable_wandb)
     by_module["drivetrain.checkpointing.checkpointer"] = [saver.stand_in_for_checkpointer]
     by_module.setdefault("numpy", []).append(functools.partial(_map_copies, shadow))
-    before = {name: os.environ.get(name) for name in ("WANDB_MODE", "HF_HUB_OFFLINE")}
     os.environ.update(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
     # TensorBoard then writes by Python, also where TensorFlow is installed.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
-    restore, finder = rebind(functions), _AfterImport(by_module)
+    rebind(functions)
+    finder = _AfterImport(by_module)
     sys.meta_path.insert(0, finder)
-    try:
-        finder.apply_to_loaded()
-        yield
-    finally:
-        restore()
-        sys.meta_path.remove(finder)
-        FakeTensor.__reduce_ex__ = plain_reduce  # type: ignore[method-assign]
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    finder.apply_to_loaded()
 
 
 class _Saver:

@@ -126,6 +126,14 @@ def imports_at_run_time(node: ast.AST) -> Iterator[ast.ImportFrom]:
             yield from imports_at_run_time(child)
 
 
+def imported_paths(root: Path, file: Path) -> Iterator[Path]:
+    """Yields each name that a file of the package imports at run time, as a path: its module's, and the name."""
+    for found in imports_at_run_time(ast.parse((root / file).read_text())):
+        base = file.parents[found.level - 1] if found.level else PACKAGE.parent
+        for alias in found.names:
+            yield base.joinpath(*(found.module or "").split("."), alias.name)
+
+
 def imported_folders(root: Path, files: list[Path]) -> dict[str, set[str]]:
     """Returns, for each folder of the package, its other folders that it imports. Subfolders count as their folder.
 
@@ -136,14 +144,10 @@ def imported_folders(root: Path, files: list[Path]) -> dict[str, set[str]]:
         folders = file.parent.parts[len(PACKAGE.parts) :]
         if not file.is_relative_to(PACKAGE) or file.suffix != ".py" or not folders:
             continue
-        edges = graph.setdefault(folders[0], set())
-        for found in imports_at_run_time(ast.parse((root / file).read_text())):
-            path = found.module.split(".") if found.module else []
-            if found.level:
-                path = [PACKAGE.name, *folders[: len(folders) - found.level + 1], *path]
-            if path[0] == PACKAGE.name:
-                names = path[1:2] or [alias.name for alias in found.names]
-                edges |= {name for name in names if (root / PACKAGE / name).is_dir() and name != folders[0]}
+        paths = [path for path in imported_paths(root, file) if path.is_relative_to(PACKAGE)]
+        names = {path.parts[len(PACKAGE.parts)] for path in paths}
+        edges = {name for name in names if (root / PACKAGE / name).is_dir() and name != folders[0]}
+        graph.setdefault(folders[0], set()).update(edges)
     return graph
 
 
@@ -156,19 +160,12 @@ def imported_files(root: Path, files: list[Path]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for file in sorted(modules):
         edges = graph.setdefault(str(file), set())
-        for found in imports_at_run_time(ast.parse((root / file).read_text())):
-            path = found.module.split(".") if found.module else []
-            base = file.parents[found.level - 1] if found.level else PACKAGE.parent
-            module = base.joinpath(*path)
-            for alias in found.names:
-                for target in (module / f"{alias.name}.py", module / alias.name / "__init__.py"):
-                    if target in modules:
-                        edges.add(str(target))
-                        break
-                else:
-                    targets = {module.with_suffix(".py"), module / "__init__.py"} & modules
-                    edges |= {str(one) for one in targets if one != PACKAGE / "__init__.py"}
-        edges.discard(str(file))
+        for path in imported_paths(root, file):
+            # The name is a module or a package itself, or is in one.
+            places = (path.with_suffix(".py"), path / "__init__.py", path.parent.with_suffix(".py"))
+            target = next((one for one in (*places, path.parent / "__init__.py") if one in modules), file)
+            if target not in (file, PACKAGE / "__init__.py"):
+                edges.add(str(target))
     return graph
 
 

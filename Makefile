@@ -20,7 +20,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not sanitizer"
 
 .PHONY: help train test test-native test-fake-cuda fake-cuda-defects faults doctor-faults cluster strangers crashes compare time-to-quality accuracy
-.PHONY: bench bench-suite gpu-check gpu-wheels gpu-table
+.PHONY: bench gpu-check gpu-wheels gpu-table
 .PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
 .DEFAULT_GOAL := help
 
@@ -83,9 +83,6 @@ crashes: $(STAMPS)/built ## kill saves, cut the power, flip bits, write between 
 
 bench: $(STAMPS)/built ## print the tables of optimizers, DDP and all-reduce (half an hour; ARGS=optim: one table)
 	$(PYTHON) -m drivetrain bench $(ARGS)
-
-bench-suite: $(STAMPS)/built ## print a further table of the documentation (minutes; ARGS=activations: its topic, ARGS=-h: all)
-	$(PYTHON) benchmarks/run.py $(ARGS)
 
 # gpu-check uses the first of these that has torch. It needs no network: missing packages come from the wheels of
 # `make gpu-wheels`, and everything is installed into build/.

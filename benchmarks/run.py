@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from drivetrain import _C
-from drivetrain.bench.measure import Row, print_table, write_rows
+from drivetrain.bench.measure import Row, lacks_folder, print_table, write_rows
 
 HELP = """Measures drivetrain against torch and other packages, and prints one table per topic.
 
@@ -88,8 +88,7 @@ def _table(args: argparse.Namespace) -> tuple[str, Callable[[], list[Row]]]:
 def main() -> int:
     """Runs a topic. Returns exit code 0 whatever the figures are."""
     args = _parser().parse_args()
-    if args.json and not args.json.absolute().parent.is_dir():
-        print(f"run.py {args.topic}: --json is {args.json}, and there is no folder for it", file=sys.stderr)
+    if lacks_folder(args.json, f"run.py {args.topic}"):
         return 2
     if args.topic == "gpu":
         from suite import gpu

@@ -74,10 +74,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the chosen benchmarks and prints their tables. Returns exit code 0 whatever the figures are."""
     from .. import _C
     from . import allreduce, comm, ddp, optim
-    from .measure import Row, print_table, write_rows
+    from .measure import Row, lacks_folder, print_table, write_rows
 
-    if args.json and not args.json.absolute().parent.is_dir():
-        print(f"bench {args.topic}: --json is {args.json}, and there is no folder for it", file=sys.stderr)
+    if lacks_folder(args.json, f"bench {args.topic}"):
         return 2
     if args.topic == "allreduce":
         return allreduce.run(

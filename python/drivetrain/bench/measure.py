@@ -8,6 +8,7 @@ import math
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -186,6 +187,14 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
         roofline = [f"{row.roofline:.2f} {row.unit}" if row.roofline is not None else ""] if has_rooflines else []
         table.add_row(row.what, f"{row.torch:.2f} {row.unit}", ours, *roofline, ratio, row.target, verdict)
     Console(width=None if Console().is_terminal else 140).print(table)
+
+
+def lacks_folder(file: Path | None, command: str) -> bool:
+    """Says on stderr that there is no folder for the file of `--json`, and returns whether that is so."""
+    is_missing = file is not None and not file.absolute().parent.is_dir()
+    if is_missing:
+        print(f"{command}: --json is {file}, and there is no folder for it", file=sys.stderr)
+    return is_missing
 
 
 def write_rows(file: Path, results: Mapping[str, Sequence[Row]]) -> None:

@@ -14,8 +14,7 @@ from ..reducing_wrapper import wrapper_in
 from .engine import Engine
 from .kept import WHY_NOT_CLIPPED, kept_of
 from .pieces import piece_of
-from .sharded import is_dtensor
-from .squares import local_sum_of_squares
+from .sharded import is_dtensor, local_sum_of_squares
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer

@@ -139,7 +139,7 @@ class Piece:
         return self.rows_of(value).clone()  # a view would keep the whole
 
     def shared_state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns a parameter's states, with those by rows as DTensors. 8-bit blocks of all rows become float32."""
+        """Returns a parameter's states, rows as DTensors of all rows. 8-bit blocks of all rows become float32."""
         whole_blocks = [
             name for name in values if name.endswith("_codes") and values[name].numel() == self.part.numel()
         ]

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _C
 from . import over_groups, precision, wrappers
-from .squares import local_sum_of_squares
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -157,6 +157,15 @@ def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
             "fully_shard() (ignored_params)"
         )
     return None
+
+
+def local_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Sums the squares of plain tensors on one device: float64 [] there."""
+    grads = [grad for grad in grads if grad.numel() > 0]
+    if all(grad.device.type == "cpu" and grad.is_contiguous() for grad in grads):
+        return torch.tensor(_C.sum_of_squares(grads), dtype=torch.float64)
+    dtype = torch.float64 if grads[0].real.dtype == torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(grads, 2, dtype)).double().square().sum()
 
 
 def sum_of_squares(params: Iterable[Tensor]) -> Tensor:

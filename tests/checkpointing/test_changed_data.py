@@ -156,6 +156,24 @@ def test_samplers_that_draw_by_themselves_at_another_number_of_workers(
         assert found == [one for one in whole if one[0] <= epoch], stop
 
 
+@pytest.mark.parametrize("workers", [(0, 0, 0), (2, 2, 2), (0, 2, 0), (0, 2, 2), (2, 0, 0), (2, 0, 2)])
+@pytest.mark.parametrize("draws", ["at iter()", "first"])
+@pytest.mark.parametrize("kind", ["python", "torch's global"])
+def test_an_epoch_that_is_interrupted_twice(kind: str, draws: str, workers: tuple[int, ...], tmp_path: Path) -> None:
+    def make(workers: int) -> Callable[[], Any]:
+        options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        return lambda: DataLoader(range(LENGTH), batch_sampler=Buckets(kind, draws), **options)  # type: ignore[arg-type]
+
+    whole = seen_batches(tmp_path / "whole", make(workers[0]), plain_loop)
+    folder = tmp_path / "parts"
+    found = seen_batches(folder, make(workers[0]), plain_loop, 8)  # two batches of the second epoch
+    with Checkpointer(folder, model=nn.Linear(1, 1), data=make(workers[1])(), every=None) as ckpt:
+        ckpt.save()  # before it is iterated over
+    found += seen_batches(folder, make(workers[1]), plain_loop, 1)
+    found += [one for one in seen_batches(folder, make(workers[2]), plain_loop) if one[0] == 1]
+    assert found == [one for one in whole if one[0] <= 1]
+
+
 @pytest.mark.parametrize("make", [shuffled, resumable], ids=["shuffled", "resumable"])
 @pytest.mark.parametrize("loop", [peek_loop, accuracy_loop, peek_and_accuracy_loop], ids=lambda loop: loop.__name__)
 def test_iterations_without_a_step_are_no_epochs(make: Callable[[], Any], loop: Loop, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class Counted(Position):
         self.is_exhausted = False  # the current iteration has ended
         self._start: Any = None  # random states at its beginning; None: there is none
         self._first: Any = None  # those at its first fetch, with which a sampler draws if there are no workers
+        self._asked = self._asks()  # how often its sampler was asked when it began first
         self._workers_start: Any = None  # those at the start of persistent workers, which later iterations reuse
         self._is_reuse = False  # the current iteration reuses workers
         self._resumed: Any = None  # the state with which the next iteration continues
@@ -80,7 +81,7 @@ class Counted(Position):
             if self._has_stepped or not self._ever_stepped or self.counts_all:
                 self._count += 1
             self._has_stepped = False
-            self._start, self._first = self._streams(), None
+            self._start, self._first, self._asked = self._streams(), None, self._asks()
             self._is_reuse = self._workers_start is not None
             if self._is_persistent() and not self._is_reuse:
                 self._workers_start = self._start
@@ -89,8 +90,7 @@ class Counted(Position):
             self._restarts_workers = False
             self._set_streams(self._workers_start)
             return self._hand_out(self._iterate_from({}), None)
-        self._start, self._first, self._is_reuse = resumed["start"], resumed.get("first"), resumed["is_reuse"]
-        self._workers_start = resumed["workers_start"]
+        self._continue(resumed)
         return self._hand_out(self._iterate_again(resumed), resumed)
 
     def fetching(self) -> None:
@@ -98,7 +98,7 @@ class Counted(Position):
 
         Between the begin of an iteration and its first fetch, other loaders and the script may draw random numbers.
         """
-        if self._first is None and not self._loader.num_workers:
+        if self._first is None and self._asked == 1:
             self._first = self._streams()
         if self._before_fetch is not None:
             self._before_fetch()
@@ -147,6 +147,7 @@ class Counted(Position):
             "is_exhausted": is_end,
             "start": self._start,
             "first": self._first if self._start is not None else None,
+            "asked": self._asked,
             "workers_start": self._workers_start,
             "is_reuse": self._is_reuse,
             "own": [rng.state_of(one) for one in self._own_generators()] if is_end else [],
@@ -183,6 +184,13 @@ class Counted(Position):
                 rng.set_state(generator, words)
             self._workers_start = state["workers_start"] if self._is_persistent() else None
             self._restarts_workers = self._workers_start is not None
+        else:
+            self._continue(state)  # a save may come before the iteration
+
+    def _continue(self, state: Any) -> None:
+        """Makes the iteration of a state the current one."""
+        self._start, self._first, self._is_reuse = state["start"], state.get("first"), state["is_reuse"]
+        self._workers_start, self._asked = state["workers_start"], state.get("asked", self._asks())
 
     def _iterate(self) -> Iterator[Any]:
         assert self._class is not None
@@ -203,6 +211,10 @@ class Counted(Position):
     def _hand_out(self, batches: Iterator[Any], state: Any) -> "CountedBatches":
         """Returns what counts the batches of an iteration; `state` is that with which it continues, or None."""
         return CountedBatches(batches, self)
+
+    def _asks(self) -> int:
+        """Returns how often DataLoader calls `iter()` of its sampler for a new iteration."""
+        return 2 if self._loader.num_workers else 1
 
     def _is_persistent(self) -> bool:
         return self._loader.persistent_workers and self._loader.num_workers > 0
@@ -269,7 +281,7 @@ class MapStyleLoader(Counted):
 
     def state(self) -> Any:
         epoch = getattr(self._sampler, "epoch", None)
-        common = super().state() | {"sampler_epoch": epoch, "asks": self._asks()}
+        common = super().state() | {"sampler_epoch": epoch}
         if epoch != self._begun_epoch:  # set_epoch() was called since; the next iteration draws its own seeds.
             common["start"] = None
         batches = 0 if self._resumed is not None else self.batches  # A restored position waits for the first step.
@@ -332,8 +344,8 @@ class MapStyleLoader(Counted):
         # first element at the first fetch. A ResumableSampler gives up its position for the first `iter()`.
         then = self._start if self._is_reuse else self._first
         before = None if then is None else functools.partial(self._set_streams, then)
-        count, asks, asked = state.get("batches", 0), self._asks(), state.get("asks", self._asks())
-        early, late = min(asks, asked), max(0, asked - asks)
+        count, asks = state.get("batches", 0), self._asks()
+        early, late = min(asks, self._asked), max(0, self._asked - asks)
         if self._is_reuse or self._resumable is not None:
             early, late = 0, 1
         skipping = Skipping(original, count, before, early, late)
@@ -341,15 +353,11 @@ class MapStyleLoader(Counted):
         object.__setattr__(self._loader, name, skipping)
         try:
             iterator = self._iterate()
-            if count or (late and (then is not None or asked > 1 or "first" not in state)):
+            if count or (late and (then is not None or self._asked > 1 or "first" not in state)):
                 skipping.prime()
         finally:
             object.__setattr__(self._loader, name, original)
         return iterator
-
-    def _asks(self) -> int:
-        """Returns how often DataLoader calls `iter()` of its sampler for a new iteration."""
-        return 2 if self._loader.num_workers else 1
 
     def _own_generators(self) -> list[Any]:
         return rng.generators_of(

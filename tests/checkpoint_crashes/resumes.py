@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing.load import complete_checkpoints
 from frameworks import resumed_trainers as trainers
 from warm import warm_context
 
 STEPS = 28  # five epochs of most loops
 LIMIT_S = 300.0
-_SAVED_BY = 12  # each run has a complete checkpoint by this step
-_LONGEST_DELAY_S = 0.03  # from the drawn step to the kill, about two steps
+_SAVED_BY = 12  # each run waits at this step for a complete checkpoint
+_LONGEST_DELAY_S = 0.03  # from the drawn step to the kill
+_STEPS_OF_DELAY = 2  # which are made meanwhile at most, so that each run begins before the last step
 
 
 class Run:
@@ -44,6 +46,7 @@ class Run:
         self._rng = random.Random(seed)
         self._every = self._rng.choice([1, 1, 2, 5])
         self._ckpt: Checkpointer | None = None
+        self._is_dying = False
 
     def checkpointer(self, **objects: Any) -> Checkpointer:
         """Returns a Checkpointer of these objects."""
@@ -59,12 +62,23 @@ class Run:
             bits = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), bits)
         with (self._folder / "log").open("a") as log:
             log.write(json.dumps({"step": step, "loss": loss.item().hex(), "bits": bits}) + "\n")
-        if step == self._death:
-            delay = self._rng.random() * _LONGEST_DELAY_S
-            threading.Thread(target=_die_after, args=(delay,), daemon=True).start()
-        if step == STEPS and self._death is not None:
-            time.sleep(LIMIT_S)  # dies meanwhile
+        if step == _SAVED_BY:
+            self._wait_for_a_checkpoint()
+        if self._death is not None:
+            if not self._is_dying and step >= self._death:  # a run can begin behind the drawn step
+                self._is_dying, self._death = True, step
+                delay = self._rng.random() * _LONGEST_DELAY_S
+                threading.Thread(target=_die_after, args=(delay,), daemon=True).start()
+            if step == self._death + _STEPS_OF_DELAY:
+                time.sleep(LIMIT_S)  # dies meanwhile
         return step == STEPS
+
+    def _wait_for_a_checkpoint(self) -> None:
+        """Lets a slow disk end a save that began steps ago, so that a later death can lose no more than steps."""
+        end = time.monotonic() + LIMIT_S
+        while not complete_checkpoints(self._folder / "checkpoints"):
+            assert time.monotonic() < end, f"no checkpoint is complete {LIMIT_S:.0f} s after step {_SAVED_BY}"
+            time.sleep(0.005)
 
 
 def _die_after(seconds: float) -> None:
@@ -88,8 +102,8 @@ def resume_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[
 def resume_round(name: str, folder: Path, seed: int) -> list[str]:
     """Runs a loop to its end, and again with two deaths at drawn steps. Returns what is wrong."""
     rng = random.Random(seed)
-    first = rng.randrange(1, STEPS - 4)
-    second = rng.randrange(first + 1, STEPS - 2)
+    first = rng.randrange(1, STEPS - 5)
+    second = rng.randrange(first + 1, STEPS - 3)
     deaths: list[int | None] = [first, second, None]
     for place in ("whole", "killed"):
         (folder / place).mkdir(parents=True)

@@ -8,13 +8,15 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from drivetrain import _C, DistributedDataParallel, optim, parameter_names
+from drivetrain.optim.base import FusedOptimizer
+from drivetrain.optim.declaration import StepOptions
 from drivetrain.optim.precision import VERSION, VERSION_NAME
 from optim_cases import OWN_CLASSES
 
@@ -604,12 +606,17 @@ def test_constructor_is_explicit(name: str) -> None:
         assert [*ours][:-6] == [*torchs, *(["fallback"] if name == "Muon" else [])]
         for argument, parameter in torchs.items():
             assert (ours[argument].default, ours[argument].kind) == (parameter.default, parameter.kind), argument
-    documented = {
-        each.strip()
-        for line in re.findall(r"^    ([\w, ]+): ", inspect.cleandoc(getattr(optim, name).__doc__), re.MULTILINE)
-        for each in line.split(",")
-    }
-    assert {*ours} <= documented
+    arguments = re.search(r"\nArgs:\n(.*?)\n\nRaises:\n", inspect.cleandoc(getattr(optim, name).__doc__), re.DOTALL)
+    assert arguments
+    assert re.findall(r"^    (\w+): \S", arguments[1], re.MULTILINE) == [*ours]
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'unknown'"):
+        getattr(optim, name)([nn.Parameter(torch.ones(2, 2))], unknown=1)
+
+
+def test_options_are_declared_once() -> None:
+    """Type checkers read `StepOptions`, and everything else reads the signatures."""
+    base = get_type_hints(FusedOptimizer.__init__)
+    assert get_type_hints(StepOptions) == {name: base[name] for name in StepOptions.__annotations__}
 
 
 @pytest.mark.parametrize("name", OWN_CLASSES)

@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from . import sharded
 from .base import FusedOptimizer
+from .declaration import StepOptions, follows, passes_on
 from .mesh_sums import smallest_part
-from .precision import StateBits
-from .rule import Rule, follows, learning_rate
+from .rule import Rule, learning_rate
 
 
 def _gathers(param: Any, group: dict[str, Any]) -> bool:
@@ -59,28 +60,17 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
     moment. If `eps[0]` is None it is the resolution of the dtype of the group's first parameter.
 
     Args:
-        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
-        lr: Learning rate, a number or a tensor of one element.
         beta2_decay: Decay exponent of the second moment: beta2 is 1 - step**beta2_decay.
         eps: Lower bounds of the denominator and of the parameter's RMS. None takes the resolution of the dtype.
         d: Limits the RMS of an update.
         weight_decay: Decoupled weight decay.
-        foreach: Accepted for compatibility, without effect.
-        maximize: Maximize the objective instead of minimizing it.
-        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
-            neither.
-        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
-            dtype that torch uses.
-        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
-        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
         ValueError: A hyper-parameter is out of range, as under torch.
         RuntimeError: A step has complex parameters or sparse gradients.
     """
 
+    @passes_on
     def __init__(
         self,
         params: ParamsT,
@@ -92,26 +82,5 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
-        max_grad_norm: float | None = None,
-        zero_grads_in_step: bool = False,
-        state_bits: StateBits | None = None,
-        master_bits: int | None = None,
-        min_8bit_size: int = 4096,
-        rounding: str = "nearest",
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            beta2_decay=beta2_decay,
-            eps=eps,
-            d=d,
-            weight_decay=weight_decay,
-            foreach=foreach,
-            maximize=maximize,
-            max_grad_norm=max_grad_norm,
-            zero_grads_in_step=zero_grads_in_step,
-            state_bits=state_bits,
-            master_bits=master_bits,
-            min_8bit_size=min_8bit_size,
-            rounding=rounding,
-        )
+        **options: Unpack[StepOptions],
+    ) -> None: ...

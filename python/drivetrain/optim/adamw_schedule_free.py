@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from .. import _C
 from . import pieces, precision, sharded
 from .arguments import check_arguments
 from .base import FusedOptimizer
-from .precision import StateBits
-from .rule import Rule, follows, hypers
+from .declaration import StepOptions, follows
+from .rule import Rule, hypers
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
@@ -37,23 +38,11 @@ class AdamWScheduleFree(FusedOptimizer):
     rate so far weighs the average, and weight decay applies at y.
 
     Args:
-        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
-        lr: Learning rate, a number or a tensor of one element.
         betas: The first interpolates between the average and z; the second is the decay rate of the mean of squares.
-        eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
         warmup_steps: Number of steps of linear warmup.
         r: Power of the step's number in the weights of the average.
         weight_lr_power: Power of the largest learning rate so far in the weights of the average.
-        maximize: Maximize the objective instead of minimizing it.
-        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
-            neither.
-        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
-            dtype that torch uses.
-        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
-        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
         RuntimeError: A step comes after `eval()` without `train()`.
@@ -72,12 +61,7 @@ class AdamWScheduleFree(FusedOptimizer):
         weight_lr_power: float = 2.0,
         *,
         maximize: bool = False,
-        max_grad_norm: float | None = None,
-        zero_grads_in_step: bool = False,
-        state_bits: StateBits | None = None,
-        master_bits: int | None = None,
-        min_8bit_size: int = 4096,
-        rounding: str = "nearest",
+        **options: Unpack[StepOptions],
     ) -> None:
         check_arguments(lr, betas, weight_decay, eps)
         defaults = {
@@ -94,12 +78,7 @@ class AdamWScheduleFree(FusedOptimizer):
         super().__init__(
             params,
             defaults,
-            max_grad_norm=max_grad_norm,
-            zero_grads_in_step=zero_grads_in_step,
-            state_bits=state_bits,
-            master_bits=master_bits,
-            min_8bit_size=min_8bit_size,
-            rounding=rounding,
+            **options,
         )
 
     def eval(self) -> None:

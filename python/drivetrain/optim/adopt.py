@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from .arguments import check_arguments
 from .base import FusedOptimizer
-from .precision import StateBits
-from .rule import Rule, follows, hypers
+from .declaration import StepOptions, follows, passes_on
+from .rule import Rule, hypers
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
@@ -27,27 +27,16 @@ class ADOPT(FusedOptimizer):
     2.
 
     Args:
-        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
-        lr: Learning rate, a number or a tensor of one element.
         betas: Decay rates of the means of normalized gradients and of squared gradients.
         eps: Lower bound of the denominator.
         weight_decay: L2 penalty, or decoupled weight decay.
         clip: Limits normalized gradients to the fourth root of the number of steps done, as the paper advises.
-        decoupled_weight_decay: Decays weights apart from the gradients, as AdamW does.
-        maximize: Maximize the objective instead of minimizing it.
-        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
-            neither.
-        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
-            dtype that torch uses.
-        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
-        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
         ValueError: A hyper-parameter is out of range.
     """
 
+    @passes_on
     def __init__(
         self,
         params: ParamsT,
@@ -59,30 +48,5 @@ class ADOPT(FusedOptimizer):
         clip: bool = True,
         decoupled_weight_decay: bool = False,
         maximize: bool = False,
-        max_grad_norm: float | None = None,
-        zero_grads_in_step: bool = False,
-        state_bits: StateBits | None = None,
-        master_bits: int | None = None,
-        min_8bit_size: int = 4096,
-        rounding: str = "nearest",
-    ) -> None:
-        check_arguments(lr, betas, weight_decay, eps)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "clip": clip,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm=max_grad_norm,
-            zero_grads_in_step=zero_grads_in_step,
-            state_bits=state_bits,
-            master_bits=master_bits,
-            min_8bit_size=min_8bit_size,
-            rounding=rounding,
-        )
+        **options: Unpack[StepOptions],
+    ) -> None: ...

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from .base import FusedOptimizer
-from .precision import StateBits
-from .rule import Rule, follows, hypers
+from .declaration import StepOptions, follows, passes_on
+from .rule import Rule, hypers
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
@@ -30,30 +31,12 @@ class ASGD(FusedOptimizer, torch.optim.ASGD):
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging", as torch implements it.
 
     Args:
-        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
-        lr: Learning rate, a number or a tensor of one element.
         lambd: Decay of parameters per step, times the step size.
         alpha: Power of the decay of the step size.
         t0: Step after which parameters are averaged.
-        weight_decay: L2 penalty.
-        foreach: Accepted for compatibility, without effect.
-        maximize: Maximize the objective instead of minimizing it.
-        differentiable: Must be False.
-        capturable: Accepted for compatibility, without effect: every step on CUDA can be captured.
-        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
-            neither.
-        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
-            dtype that torch uses.
-        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
-        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
-
-    Raises:
-        NotImplementedError: `differentiable` is True.
-        ValueError: A hyperparameter is out of range, as under torch.
     """
 
+    @passes_on
     def __init__(
         self,
         params: ParamsT,
@@ -66,29 +49,5 @@ class ASGD(FusedOptimizer, torch.optim.ASGD):
         maximize: bool = False,
         differentiable: bool = False,
         capturable: bool = False,
-        *,
-        max_grad_norm: float | None = None,
-        zero_grads_in_step: bool = False,
-        state_bits: StateBits | None = None,
-        master_bits: int | None = None,
-        min_8bit_size: int = 4096,
-        rounding: str = "nearest",
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            lambd=lambd,
-            alpha=alpha,
-            t0=t0,
-            weight_decay=weight_decay,
-            foreach=foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            capturable=capturable,
-            max_grad_norm=max_grad_norm,
-            zero_grads_in_step=zero_grads_in_step,
-            state_bits=state_bits,
-            master_bits=master_bits,
-            min_8bit_size=min_8bit_size,
-            rounding=rounding,
-        )
+        **options: Unpack[StepOptions],
+    ) -> None: ...

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from . import muon_fallback
 from .adam import NUMBERS, adam_name
 from .base import FusedOptimizer
+from .declaration import StepOptions, follows
 from .engine import Engine
 from .kept import kept_of
 from .left_to_torch import constructed
-from .precision import StateBits
-from .rule import Rule, follows, hypers, learning_rate
+from .rule import Rule, hypers, learning_rate
 
 
 def _check(group: dict[str, Any]) -> None:
@@ -85,10 +86,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     `adjust_lr_fn` follows Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2.
 
     Args:
-        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
-        lr: Learning rate, a number or a tensor of one element.
         weight_decay: Decoupled weight decay.
-        momentum: Momentum factor.
         nesterov: Uses Nesterov's momentum.
         ns_coefficients: Coefficients of the Newton-Schulz polynomial.
         eps: Lower bound of the norm that matrices are divided by.
@@ -96,14 +94,6 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         adjust_lr_fn: Scales the learning rate by the shape: "original" (also None) or "match_rms_adamw".
         fallback: Options of AdamW for all other parameters: `lr`, `betas`, `eps`, `weight_decay`, `amsgrad` and
             storage formats. None accepts matrices only.
-        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
-            neither.
-        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
-            dtype that torch uses.
-        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
-        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
 
     Raises:
         ValueError: A hyper-parameter is out of range or a parameter is not a matrix, as under torch. Or `eps` is
@@ -125,12 +115,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         adjust_lr_fn: str | None = None,
         *,
         fallback: dict[str, Any] | None = None,
-        max_grad_norm: float | None = None,
-        zero_grads_in_step: bool = False,
-        state_bits: StateBits | None = None,
-        master_bits: int | None = None,
-        min_8bit_size: int = 4096,
-        rounding: str = "nearest",
+        **options: Unpack[StepOptions],
     ) -> None:
         others: list[dict[str, Any]] = []
         if fallback is not None:
@@ -150,12 +135,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
             fallback=None if fallback is None else dict(fallback),
-            max_grad_norm=max_grad_norm,
-            zero_grads_in_step=zero_grads_in_step,
-            state_bits=state_bits,
-            master_bits=master_bits,
-            min_8bit_size=min_8bit_size,
-            rounding=rounding,
+            **options,
         )
         for group in others:
             self.add_param_group(group)

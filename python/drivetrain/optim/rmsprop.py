@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from .base import FusedOptimizer
-from .precision import StateBits
-from .rule import Rule, follows
+from .declaration import StepOptions, follows, passes_on
+from .rule import Rule
 
 
 def _name(group: dict[str, Any]) -> str:
@@ -26,31 +27,11 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
     Source: Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, equations 38 to 41; as torch implements it.
 
     Args:
-        params: Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.
-        lr: Learning rate, a number or a tensor of one element.
         alpha: Decay rate of the mean of squares.
-        eps: Added to the denominator.
-        weight_decay: L2 penalty.
-        momentum: Momentum factor.
         centered: Divides by the gradients' estimated standard deviation.
-        foreach: Accepted for compatibility, without effect.
-        capturable: Accepted for compatibility, without effect: every step on CUDA can be captured.
-        maximize: Maximize the objective instead of minimizing it.
-        differentiable: Must be False.
-        max_grad_norm: Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does
-            neither.
-        zero_grads_in_step: Leaves zeros in every `.grad` after the step.
-        state_bits: Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the
-            dtype that torch uses.
-        master_bits: Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.
-        min_8bit_size: Keeps states of parameters with fewer elements in float32 where states have 8 bits.
-        rounding: Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".
-
-    Raises:
-        NotImplementedError: `differentiable` is True.
-        ValueError: A hyperparameter is out of range, as under torch.
     """
 
+    @passes_on
     def __init__(
         self,
         params: ParamsT,
@@ -64,30 +45,5 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         foreach: bool | None = None,
         maximize: bool = False,
         differentiable: bool = False,
-        *,
-        max_grad_norm: float | None = None,
-        zero_grads_in_step: bool = False,
-        state_bits: StateBits | None = None,
-        master_bits: int | None = None,
-        min_8bit_size: int = 4096,
-        rounding: str = "nearest",
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            alpha=alpha,
-            eps=eps,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            centered=centered,
-            capturable=capturable,
-            foreach=foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            max_grad_norm=max_grad_norm,
-            zero_grads_in_step=zero_grads_in_step,
-            state_bits=state_bits,
-            master_bits=master_bits,
-            min_8bit_size=min_8bit_size,
-            rounding=rounding,
-        )
+        **options: Unpack[StepOptions],
+    ) -> None: ...

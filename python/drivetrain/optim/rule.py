@@ -6,14 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Group = dict[str, Any]
 Numbers = dict[str, float | Tensor]
-Class = TypeVar("Class", bound=type)
 
 
 @dataclass(frozen=True)
@@ -54,22 +53,9 @@ class Rule:
 _rules: dict[type, Rule] = {}
 
 
-def follows(rule: Rule) -> Callable[[Class], Class]:
-    """Gives a class of optimizers its rule, and a step that other classes may borrow as they borrow torch's."""
-
-    def describe(cls: Class) -> Class:
-        _rules[cls] = rule
-        ours: Any = cls.step  # type: ignore[attr-defined]
-        torchs = torchs_base(cls)
-
-        @functools.wraps(ours)
-        def step(self: Any, closure: Any = None) -> Any:
-            return ours(self, closure) if isinstance(self, cls) else unhooked(torchs.step)(self, closure)
-
-        cls.step = step  # type: ignore[attr-defined]
-        return cls
-
-    return describe
+def register(cls: type, rule: Rule) -> None:
+    """Gives a class of optimizers its rule."""
+    _rules[cls] = rule
 
 
 def has_rule(cls: type) -> bool:

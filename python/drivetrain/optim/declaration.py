@@ -1,0 +1,137 @@
+"""Completes the declarations of optimizer classes with the options that every class has."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar, cast
+
+import torch
+
+from .arguments import check_arguments
+from .base import FusedOptimizer
+from .precision import StateBits
+from .rule import Rule, register, torchs_base, unhooked
+
+Class = TypeVar("Class", bound=type)
+Init = TypeVar("Init", bound=Callable[..., None])
+_WIDTH = 8  # spaces before an argument's name in a class's docstring
+
+
+class StepOptions(TypedDict, total=False):
+    """Lists the options of every class; `FusedOptimizer` documents them."""
+
+    max_grad_norm: float | None
+    zero_grads_in_step: bool
+    state_bits: StateBits | None
+    master_bits: int | None
+    min_8bit_size: int
+    rounding: str
+
+
+# Most classes describe these arguments alike. The docstring of a class has its own words for others.
+_COMMON = {
+    "params": "Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.",
+    "lr": "Learning rate, a number or a tensor of one element.",
+    "betas": "Decay rates of the means of gradients and of their squares.",
+    "eps": "Added to the denominator.",
+    "weight_decay": "L2 penalty.",
+    "momentum": "Momentum factor.",
+    "decoupled_weight_decay": "Decays weights apart from the gradients, as AdamW does.",
+    "foreach": "Accepted for compatibility, without effect.",
+    "capturable": "Accepted for compatibility, without effect: every step on CUDA can be captured.",
+    "fused": "Accepted for compatibility, without effect: the step is always fused.",
+    "maximize": "Maximize the objective instead of minimizing it.",
+    "differentiable": "Must be False.",
+    "max_grad_norm": (
+        "Clips the 2-norm of all gradients together before the step. `inf` only measures it; None does neither."
+    ),
+    "zero_grads_in_step": "Leaves zeros in every `.grad` after the step.",
+    "state_bits": (
+        'Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the dtype that '
+        "torch uses."
+    ),
+    "master_bits": "Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.",
+    "min_8bit_size": "Keeps states of parameters with fewer elements in float32 where states have 8 bits.",
+    "rounding": 'Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".',
+}
+_RAISES = """
+    Raises:
+        NotImplementedError: `differentiable` is True.
+        ValueError: A hyperparameter is out of range, as under torch."""
+
+
+def follows(rule: Rule) -> Callable[[Class], Class]:
+    """Gives a class of optimizers its rule, the common options, and a step that other classes may borrow as torch's."""
+
+    def describe(cls: Class) -> Class:
+        register(cls, rule)
+        _add_options(cls)
+        ours: Any = cls.step  # type: ignore[attr-defined]
+        torchs = torchs_base(cls)
+
+        @functools.wraps(ours)
+        def step(self: Any, closure: Any = None) -> Any:
+            return ours(self, closure) if isinstance(self, cls) else unhooked(torchs.step)(self, closure)
+
+        cls.step = step  # type: ignore[attr-defined]
+        return cls
+
+    return describe
+
+
+def passes_on(declared: Init) -> Init:
+    """Makes a constructor of its declaration: every argument goes to the base under its own name."""
+    declaration = inspect.signature(declared)
+
+    @functools.wraps(declared)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        declared(self, *args, **kwargs)  # Python's own errors for arguments that do not fit
+        bound = declaration.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        hypers = dict(bound.arguments)
+        del hypers["self"]
+        params, options = hypers.pop("params"), hypers.pop("options")
+        for name in options.keys() - StepOptions.__annotations__.keys():
+            raise TypeError(f"{declared.__qualname__}() got an unexpected keyword argument {name!r}")
+        # Past the constructor of a base with a rule of its own, as Adam's below AdamW.
+        if torchs_base(type(self)) is not torch.optim.Optimizer:
+            FusedOptimizer.__init__(self, params, **hypers, **options)
+            return
+        check_arguments(**{name: hypers[name] for name in ("lr", "betas", "weight_decay", "eps") if name in hypers})
+        FusedOptimizer.__init__(self, params, hypers, **options)
+
+    return cast(Init, constructor)
+
+
+def _add_options(cls: type) -> None:
+    """Adds the options to the signature of a class's constructor, and all common arguments to its docstring."""
+    init: Any = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(init)
+    parameters = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    given = inspect.signature(FusedOptimizer.__init__).parameters
+    added = [given[name] for name in StepOptions.__annotations__]
+    init.__signature__ = signature.replace(parameters=[*parameters, *added])
+    init.__annotations__ = {each.name: each.annotation for each in [*parameters[1:], *added]} | {"return": None}
+    if cls.__doc__ is not None:  # python -OO
+        cls.__doc__ = _documented(cls.__doc__, [each.name for each in [*parameters[1:], *added]])
+
+
+def _documented(text: str, names: list[str]) -> str:
+    """Returns a class's docstring with one entry for each argument."""
+    text, separator, raises = text.partition("\n    Raises:")
+    head, _, own = text.partition("\n    Args:\n")
+    starts = [*re.finditer(rf"^ {{{_WIDTH}}}(\w+): ", own, re.MULTILINE)]
+    ends = [*(each.start() for each in starts[1:]), len(own)]
+    described = {each[1]: own[each.end() : end].strip() for each, end in zip(starts, ends, strict=True)}
+    entries = [f"{' ' * _WIDTH}{name}: {described[name]}" if name in described else _entry(name) for name in names]
+    end = separator + raises if separator else f"{_RAISES}\n    "
+    return "\n".join([head.rstrip(), "\n    Args:", *entries, end])
+
+
+def _entry(name: str) -> str:
+    indent = " " * _WIDTH
+    return textwrap.fill(f"{name}: {_COMMON[name]}", 120, initial_indent=indent, subsequent_indent=indent + "    ")

@@ -139,7 +139,7 @@ def _note_missing(code: int | None, output: str) -> Details:
 
 def _gates(setting: Setting) -> list[Job]:
     """Returns the jobs that check the environment and the limits on the machine code."""
-    what = "drivetrain doctor: the module's libstdc++, drivers and libraries"
+    what = "drivetrain doctor: drivers and libraries"
     ask: Command = [sys.executable, "-m", "drivetrain", "doctor"]
     doctor = Job("gates", "doctor", what, ask, 10, environment=setting.environment)
     command: Command = [sys.executable, setting.repository / "tests/kernel_gates.py"]

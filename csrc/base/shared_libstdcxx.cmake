@@ -21,11 +21,10 @@ function(link_shared_libstdcxx target)
   endif()
 endfunction()
 
-# Requires Python_EXECUTABLE. It runs the package's script, so that `drivetrain doctor` applies the same check to the
-# installed module.
+# Requires Python_EXECUTABLE.
 function(fail_on_own_libstdcxx target)
   add_custom_command(
     TARGET ${target} POST_BUILD VERBATIM
-    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../../python/drivetrain/libstdcxx.py"
+    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/libstdcxx.py"
             "$<TARGET_FILE:${target}>" "${CMAKE_CXX_COMPILER}")
 endfunction()

@@ -3,9 +3,31 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ._torch_version import check_torch
+import torch
 
-check_torch()  # must run first: with another torch, the native module would fail with an undefined symbol
+from . import _build_info
+
+
+def _check_torch(running: str = torch.__version__, built: str = _build_info.TORCH_VERSION) -> None:
+    """Checks that both versions have the same major and minor numbers.
+
+    Args:
+        running: Version of the imported torch, such as "2.13.0+cpu".
+        built: Version of the torch that the native module was compiled against.
+
+    Raises:
+        ImportError: The versions differ. The message contains the pip command that repairs the installation.
+    """
+    if running.split(".")[:2] != built.split(".")[:2]:
+        minor = ".".join(built.split(".")[:2])
+        raise ImportError(
+            f"drivetrain was built for torch {minor} but torch {running} is installed. To build it for this torch, "
+            'run "pip install --no-build-isolation --force-reinstall --no-deps drivetrain" (or "." in its source '
+            f'folder). To go back, run "pip install torch=={built}".'
+        )
+
+
+_check_torch()  # must run first: with another torch, the native module would fail with an undefined symbol
 
 from . import amp, data, optim  # noqa: E402
 from .budget import activation_budget  # noqa: E402

@@ -356,7 +356,6 @@ def test_doctor_on_a_healthy_machine() -> None:
         "nccl",
         "isa",
         "build",
-        "libstdc++",
         "gloo",
         "topology",
         "differences",

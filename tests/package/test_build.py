@@ -11,8 +11,8 @@ from pathlib import Path
 import pybind11
 import pytest
 
-from drivetrain import libstdcxx
-from drivetrain._torch_version import check_torch
+from drivetrain import _check_torch
+from file_module import file_module
 
 CONFIGURE_TIMEOUT_S = 120
 
@@ -164,6 +164,7 @@ def test_a_compiler_that_links_libstdcxx_statically(
         assert run.returncode == 0, run.stdout + run.stderr
         (module,) = (tmp_path / "build").glob("libsmall.so")
         assert ctypes.CDLL(str(module)).length_of(12) == len("12 1.5")
+        libstdcxx = file_module(repository / "csrc/base/libstdcxx.py")
         assert libstdcxx.find_problem(module) == ""
     else:
         assert run.returncode != 0
@@ -172,8 +173,9 @@ def test_a_compiler_that_links_libstdcxx_statically(
         assert "take -static-libstdc++ out of CXXFLAGS and LDFLAGS" in said
 
 
-def test_a_module_with_a_hidden_copy_of_libstdcxx(tmp_path: Path) -> None:
+def test_a_module_with_a_hidden_copy_of_libstdcxx(repository: Path, tmp_path: Path) -> None:
     """A stripped and hidden copy shows because the module does not need the shared library."""
+    libstdcxx = file_module(repository / "csrc/base/libstdcxx.py")
     source, module = tmp_path / "empty.cpp", tmp_path / "empty.so"
     source.write_text('extern "C" int answer() { return 42; }\n')
     subprocess.run(["c++", "-shared", "-fPIC", "-s", "-Wl,--as-needed", source, "-o", module], check=True)
@@ -183,9 +185,9 @@ def test_a_module_with_a_hidden_copy_of_libstdcxx(tmp_path: Path) -> None:
 
 
 def test_a_torch_of_another_minor_is_refused_at_import() -> None:
-    check_torch("2.13.1+cpu", "2.13.0")
+    _check_torch("2.13.1+cpu", "2.13.0")
     with pytest.raises(ImportError) as caught:
-        check_torch("2.14.0", "2.13.0")
+        _check_torch("2.14.0", "2.13.0")
     said = str(caught.value)
     assert "was built for torch 2.13 but torch 2.14.0 is installed" in said
     assert "pip install --no-build-isolation --force-reinstall --no-deps" in said

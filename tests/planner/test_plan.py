@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
-from drivetrain.host_memory import HostMemory
+from drivetrain.memory import HostMemory
 from drivetrain.planner import calibrate as calibration
 from drivetrain.planner.compare import compare, table
 from drivetrain.planner.cost import Run, price_run, with_interruptions

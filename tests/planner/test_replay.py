@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain.host_memory import HostMemory
+from drivetrain.memory import HostMemory
 from drivetrain.planner import calibrate as calibration
 from drivetrain.planner import replay
 from drivetrain.planner.devices import device_of

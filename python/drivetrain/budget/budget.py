@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..byte_sizes import bytes_of
+from ..memory import bytes_of
 from . import progress, table
 from .compiled_regions import CompiledRegions
 from .copies import Copies

@@ -23,7 +23,7 @@ from rich.text import Text
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import drivetrain
-from drivetrain import _C, _build_info, libstdcxx
+from drivetrain import _C, _build_info
 from drivetrain.cli import differences
 from drivetrain.cli.collectives import GLOO_CURE
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed
@@ -248,14 +248,6 @@ def _build() -> Finding:
     return passed("build", f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; sanitizer: {sanitizer}")
 
 
-def _libstdcxx() -> Finding:
-    module = Path(_C.__file__)
-    if problem := libstdcxx.find_problem(module):
-        cure = f"point CXX at a g++ that links it dynamically, take -static-libstdc++ out of its flags, and {_REBUILD}"
-        return fail("libstdc++", f"{module} {problem}, which crashes in one process with torch's libstdc++", cure)
-    return passed("libstdc++", "the module uses the shared library, as torch does")
-
-
 def _gloo() -> Finding:
     if not (dist.is_available() and dist.is_gloo_available()):
         return fail("gloo", "torch is built without gloo", "install torch's official wheel")
@@ -278,7 +270,6 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _nccl,
     _isa,
     _build,
-    _libstdcxx,
     _gloo,
     check_topology,
     _differences,

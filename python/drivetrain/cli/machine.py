@@ -19,7 +19,7 @@ import torch
 
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
 from drivetrain.ddp import hang_reports, transport
-from drivetrain.host_memory import host_memory
+from drivetrain.memory import host_memory
 from drivetrain.monitor.sinks import prometheus
 
 _GIB = 2.0**30

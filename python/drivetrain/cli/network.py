@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
 from drivetrain.cli.launch import joined
 from drivetrain.cli.machine import FAMILY_VARIABLE, interface_addresses, ipv6_addresses
-from drivetrain.sockets import address_towards, receive
+from drivetrain.ddp.sockets import address_towards, receive
 
 _CONNECT_S = 3.0
 _FULL_MATRIX = 64  # ranks up to which every rank connects to every other one

@@ -150,7 +150,7 @@ def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
 
 def _iteration_s(trace: StepTrace, device: Device, args: argparse.Namespace) -> float | None:
     """Returns the seconds of the script's iteration on real values; None, and a note why, if it cannot be measured."""
-    from ..host_memory import host_memory
+    from ..memory import host_memory
     from ..planner.options import Options
     from ..planner.result import Plan
     from ..planner.script import ScriptError, forked, measure_script

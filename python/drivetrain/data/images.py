@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..byte_sizes import bytes_of
+from ..memory import bytes_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,7 @@ from ..optim.base import FusedOptimizer
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.in_backward import StepInBackward
 from ..optim.kept import kept_of
-from ..reducing_wrapper import wrapper_in
-from ..wrapped import unwrapped
+from ..wrapped import unwrapped, wrapper_in
 from . import hang_reports
 from .distributed import DistributedDataParallel, checked_weight
 from .sharding import rows_of

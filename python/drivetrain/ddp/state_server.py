@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..sockets import address_towards, receive
 from .gather import gather_objects, on_device
+from .sockets import address_towards, receive
 
 _LIMIT_S = 300.0  # for one answer: a slow rank may still be in the step
 _NONCE_BYTES = 32

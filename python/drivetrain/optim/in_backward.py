@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from ..reducing_wrapper import wrapper_in
+from ..wrapped import wrapper_in
 from .engine import Engine
 from .kept import WHY_NOT_CLIPPED, kept_of
 from .pieces import piece_of

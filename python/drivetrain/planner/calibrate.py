@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..host_memory import host_memory
+from ..memory import host_memory
 from .devices import Device, with_figures
 from .replay import CALL_ERRORS, UNSAFE, replay_bytes, replayed_seconds
 from .timing import op_seconds

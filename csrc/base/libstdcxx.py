@@ -1,6 +1,6 @@
 """Checks that a native module uses the shared libstdc++, as torch does, instead of a static copy.
 
-The build runs this file as a script after linking the module, and `drivetrain doctor` checks the installed module.
+The build runs this file as a script after linking the module.
 """
 
 import struct

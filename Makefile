@@ -107,9 +107,8 @@ check-cuda-build: $(ENV)/bin/python ## build and import against CUDA builds of t
 docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are errors (half a minute)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 
-picture: $(STAMPS)/test-tools ## draw the charts of README.md and docs/scaling.md from benchmarks/results (a few seconds)
+picture: $(STAMPS)/test-tools ## draw the chart of README.md from benchmarks/results (a few seconds)
 	$(PYTHON) benchmarks/picture.py $(ARGS)
-	$(PYTHON) benchmarks/scaling_picture.py
 
 wheel: $(STAMPS)/build-tools ## write a wheel and an sdist to dist/, and test the wheel in a fresh environment (five minutes)
 	tests/wheel.sh $(PYTHON) $(ARGS)

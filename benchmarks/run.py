@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
         if topic == "scaling":
             one.add_argument("--cluster", default="h100-ib", help="a cluster of planner/clusters.toml")
             one.add_argument("--tokens", type=int, default=8192, help="tokens of a rank in a step")
-            one.add_argument("--fit", type=Path, metavar="FILE", help="fit the JSON of `drivetrain bench comm --ranks`")
+            what = "measured all-reduces to fit (default: results/clusters/published_nccl.json)"
+            one.add_argument("--fit", type=Path, metavar="FILE", help=what)
         if topic == "gpu":
             one.add_argument("--only", metavar="NAME", help="run this measurement only")
             what = "run tiny sizes on the CPU, as a test without meaningful figures"
@@ -101,7 +102,7 @@ def main() -> int:
     if args.topic == "scaling":
         from suite import scaling
 
-        return scaling.run(args.cluster, args.tokens, args.fit, args.json)
+        return scaling.run(args.cluster, args.tokens, args.fit or scaling.PUBLISHED, args.json)
     title, measure = _table(args)
     rows = measure()
     print_table(title, rows)

@@ -1,10 +1,6 @@
 """Implements `drivetrain bench`, which measures optimizers, DDP and all-reduce against torch on this machine."""
 
 import argparse
-import json
-import os
-import platform
-import sys
 from pathlib import Path
 
 HELP = """Measures drivetrain against torch and prints one table per topic.
@@ -33,41 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if topic != "allreduce":
             one.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
         one.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
-        if topic == "comm":
-            what = "measure these numbers of ranks, of which a cost model of this machine can be fitted"
-            one.add_argument("--ranks", type=_counts, metavar="N,N,...", help=what)
         if topic == "allreduce":
             one.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks without torchrun (default: 2)")
             one.add_argument("--transport", metavar="NAME", help="measure this one only")
             one.add_argument("--minbytes", default="1KiB", metavar="BYTES", help="smallest buffer (1KiB)")
             one.add_argument("--maxbytes", default="64MiB", metavar="BYTES", help="largest buffer (64MiB)")
             one.add_argument("--stepfactor", type=int, default=4, help="between two sizes (default: 4)")
-
-
-def _counts(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _comm_of_ranks(args: argparse.Namespace) -> int:
-    import torch
-
-    from . import comm
-
-    if min(args.ranks) < 2:
-        print(
-            f"bench comm: --ranks has {min(args.ranks)}, expected numbers of 2 or more, such as 2,4,8", file=sys.stderr
-        )
-        return 2
-    add_s = comm.add_seconds()
-    points = comm.run_ranks(args.ranks, args.rounds)
-    for point in points:
-        what = f"{point['engine']}, {point['ranks']} ranks, {point['bytes']} bytes"
-        print(f"{what}: {1e6 * point['seconds']:.0f} us")
-    if args.json:
-        cores = len(os.sched_getaffinity(0))
-        facts = {"torch": torch.__version__, "machine": platform.machine(), "cores": cores, "add_s": add_s}
-        args.json.write_text(json.dumps({**facts, "comm_ranks": points}, indent=2) + "\n")
-    return 0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,8 +54,6 @@ def run(args: argparse.Namespace) -> int:
             only=args.transport,
             json_file=args.json,
         )
-    if args.topic == "comm" and args.ranks:
-        return _comm_of_ranks(args)
     results: dict[str, list[Row]] = {}
     if args.topic in ("all", "optim"):
         results["optim"] = optim.run(threads=args.threads, rounds=args.rounds)

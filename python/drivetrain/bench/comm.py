@@ -25,10 +25,6 @@ CASES = (
 WIRE_NUMEL = 25 << 18
 GPU_CASES = (("1 KiB", 256), ("1 MiB", 256 << 10), ("25 MiB", 25 << 18), ("256 MiB", 64 << 20))
 
-
-# Sizes in bytes with which `--ranks` calibrates drivetrain.planner.network; a rank keeps two buffers of the largest.
-CALIBRATION_BYTES = (1 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-
 # fp32 values [n], a function that reduces them in place, and the expected sum
 _Call = tuple[torch.Tensor, Callable[[], Any], torch.Tensor]
 
@@ -39,47 +35,6 @@ def run(rounds: int) -> list[Row]:
     for what, numel, target in track(CASES, description="all-reduce", transient=True):
         rows += _rows(what, numel, target, on_ranks(functools.partial(_measure, numel, rounds)))
     return rows + _wire_rows(on_ranks(functools.partial(_measure_wire, rounds)))
-
-
-def run_ranks(counts: list[int], rounds: int, sizes: tuple[int, ...] = CALIBRATION_BYTES) -> list[dict[str, Any]]:
-    """Measures all-reduce with each number of ranks on this machine, for `drivetrain.planner.network.fit`.
-
-    Returns:
-        A dictionary per engine, number of ranks and size: "engine" ("gloo" or "drivetrain"), "ranks", "bytes" and
-        "seconds". The seconds are the median over rounds of the slowest rank's time.
-
-    Raises:
-        RuntimeError: A timed all-reduce gives a wrong sum, or memory cannot be shared.
-    """
-    points = []
-    for count in track(counts, description="all-reduce", transient=True):
-        points += on_ranks(functools.partial(_measure_sizes, sizes, rounds), count=count)
-    return points
-
-
-def add_seconds(num_bytes: int = 16 << 20, rounds: int = 15) -> float:
-    """Returns the seconds that one thread takes to add a byte of float32 values to others, as all-reduces do."""
-    into, values = torch.zeros(num_bytes // 4), torch.ones(num_bytes // 4)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    timer = Timer()
-    for _ in range(rounds + 2):
-        with timer:
-            into += values
-    torch.set_num_threads(threads)
-    return statistics.median(timer.seconds()[2:]) / num_bytes
-
-
-def _measure_sizes(sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
-    points = []
-    for num_bytes in sizes:
-        # Rounds of more bytes and ranks take longer, and vary less.
-        few = max(7, min(rounds, (64 << 20) // (num_bytes * dist.get_world_size())))
-        times = _measure(num_bytes // 4, few)
-        for engine, seconds in zip(("gloo", "drivetrain"), times, strict=True):
-            median = statistics.median(seconds)
-            points.append({"engine": engine, "ranks": dist.get_world_size(), "bytes": num_bytes, "seconds": median})
-    return points
 
 
 def _measure(numel: int, rounds: int) -> list[list[float]]:

@@ -24,12 +24,10 @@ class Link:
     Attributes:
         bandwidth: Achievable bytes per second in one direction.
         latency: Seconds of one step of a ring.
-        add_s: Seconds per byte that a core adds and copies of what was received; 0: it hides behind the transfer.
     """
 
     bandwidth: float
     latency: float
-    add_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from .. import _C
 from . import pieces, precision, sharded
 from .arguments import check_arguments
 from .base import FusedOptimizer
-from .declaration import StepOptions, follows
+from .declaration import StepOptions, check_names, follows
 from .rule import Rule, hypers
 
 
@@ -63,6 +63,7 @@ class AdamWScheduleFree(FusedOptimizer):
         maximize: bool = False,
         **options: Unpack[StepOptions],
     ) -> None:
+        check_names(AdamWScheduleFree.__init__, options)
         check_arguments(lr, betas, weight_decay, eps)
         defaults = {
             "lr": lr,

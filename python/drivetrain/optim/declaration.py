@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
@@ -83,6 +83,12 @@ def follows(rule: Rule) -> Callable[[Class], Class]:
     return describe
 
 
+def check_names(constructor: Callable[..., None], options: Mapping[str, object]) -> None:
+    """Raises Python's TypeError if a constructor got an option that does not exist."""
+    for name in options.keys() - StepOptions.__annotations__.keys():
+        raise TypeError(f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}")
+
+
 def passes_on(declared: Init) -> Init:
     """Makes a constructor of its declaration: every argument goes to the base under its own name."""
     declaration = inspect.signature(declared)
@@ -95,8 +101,7 @@ def passes_on(declared: Init) -> Init:
         hypers = dict(bound.arguments)
         del hypers["self"]
         params, options = hypers.pop("params"), hypers.pop("options")
-        for name in options.keys() - StepOptions.__annotations__.keys():
-            raise TypeError(f"{declared.__qualname__}() got an unexpected keyword argument {name!r}")
+        check_names(declared, options)
         # Past the constructor of a base with a rule of its own, as Adam's below AdamW.
         if torchs_base(type(self)) is not torch.optim.Optimizer:
             FusedOptimizer.__init__(self, params, **hypers, **options)

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from . import muon_fallback
 from .adam import NUMBERS, adam_name
 from .base import FusedOptimizer
-from .declaration import StepOptions, follows
+from .declaration import StepOptions, check_names, follows
 from .engine import Engine
 from .kept import kept_of
 from .left_to_torch import constructed
@@ -117,6 +117,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         fallback: dict[str, Any] | None = None,
         **options: Unpack[StepOptions],
     ) -> None:
+        check_names(Muon.__init__, options)
         others: list[dict[str, Any]] = []
         if fallback is not None:
             muon_fallback.check(fallback)

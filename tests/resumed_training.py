@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 import drivetrain
 from drivetrain.checkpointing import Checkpoint, Checkpointer
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.data import ResumableSampler
 from warm import warm_context
 

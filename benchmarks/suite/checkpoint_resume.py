@@ -88,7 +88,7 @@ def _huggingface(folder: Path, is_ours: bool, stop: int | None) -> Losses:
     from transformers.trainer_callback import PrinterCallback
     from transformers.utils import logging
 
-    from drivetrain.checkpointing.huggingface import CheckpointCallback
+    from drivetrain.checkpointing.frameworks.huggingface import CheckpointCallback
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     losses: Losses = {}
@@ -132,7 +132,7 @@ def _lightning(folder: Path, is_ours: bool, stop: int | None) -> Losses:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from drivetrain.checkpointing.lightning import CheckpointCallback
+    from drivetrain.checkpointing.frameworks.lightning import CheckpointCallback
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     losses: Losses = {}

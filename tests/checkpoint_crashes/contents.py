@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpointing import Encryption, Store
-from drivetrain.checkpointing.directory import leftovers
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.directory import leftovers
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 
 KEEP = 2
 KEYS = Encryption(key=lambda key_id: ("crashes", bytes(range(32))))

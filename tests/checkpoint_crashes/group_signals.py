@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.data import ResumableSampler
 from polling import wait_until
 

@@ -16,7 +16,7 @@ from typing import Any
 from checkpoint_crashes.contents import KEEP, KEYS, problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Call, Disk, read_trace
 from drivetrain.checkpointing import Store
-from drivetrain.checkpointing.load import complete_checkpoints, find_checkpoints
+from drivetrain.checkpointing.store.reading import complete_checkpoints, find_checkpoints
 
 HERE = Path(__file__).parent
 ANSWER_LIMIT_S = 180.0

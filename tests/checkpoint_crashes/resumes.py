@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from frameworks import resumed_trainers as trainers
 from warm import warm_context
 

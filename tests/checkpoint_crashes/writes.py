@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpointing import Checkpointer, Ram, Store
-from drivetrain.checkpointing.state import state_dicts
+from drivetrain.checkpointing.state.training_state import state_dicts
 from drivetrain.optim import AdamW
 
 _SIZE = 1 << 20  # elements of each of two matrices: 25 MB with their optimizer states

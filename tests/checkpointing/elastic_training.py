@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drivetrain.checkpointing import Checkpointer, Ram
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.data import ResumableSampler
 from drivetrain.ddp import DistributedDataParallel
 

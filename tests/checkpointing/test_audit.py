@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from drivetrain.checkpointing import Checkpointer, CheckpointError, Store
-from drivetrain.checkpointing.audit import AuditLog
-from drivetrain.checkpointing.directory import Lock
+from drivetrain.checkpointing.store.audit import AuditLog
+from drivetrain.checkpointing.store.directory import Lock
 from drivetrain.cli import main
 from warm_python import warm_python
 
@@ -73,7 +73,7 @@ def test_failures_are_logged(tmp_path: Path) -> None:
 def test_processes_append_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "audit.jsonl"
     program = (
-        "import sys; from drivetrain.checkpointing.audit import AuditLog\n"
+        "import sys; from drivetrain.checkpointing.store.audit import AuditLog\n"
         "log = AuditLog(sys.argv[1], int(sys.argv[2]))\n"
         "for step in range(50): log.append('save', 'x' * 5000, step, 0, None)\n"
     )

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.data_position import position_of
 from drivetrain.checkpointing.restore import warn_of_differences
+from drivetrain.checkpointing.state.data_position import position_of
 from drivetrain.data import ResumableSampler
 
 # torchdata 0.11 sets a vital sign that this torch has deprecated.

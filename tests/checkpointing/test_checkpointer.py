@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain.checkpointing import Checkpointer, CheckpointError, Encryption
-from drivetrain.checkpointing.data_position import position_of
-from drivetrain.checkpointing.load import complete_checkpoints
-from drivetrain.checkpointing.state import split
+from drivetrain.checkpointing.state.data_position import position_of
+from drivetrain.checkpointing.state.training_state import split
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.data import ResumableSampler
 from resumed_training import newest
 
@@ -236,7 +236,7 @@ def test_a_failed_save_raises_at_the_next_step(tmp_path: Path, monkeypatch: pyte
         for _ in range(2):
             ckpt.step()
         ckpt._open_saver().wait()
-        monkeypatch.setattr("drivetrain.checkpointing.writer.Writer.write", broken)
+        monkeypatch.setattr("drivetrain.checkpointing.store.commit.Writer.write", broken)
         with pytest.raises(CheckpointError, match="the disk is gone"):
             make_steps(ckpt, 200)
         monkeypatch.undo()
@@ -250,7 +250,7 @@ def test_a_failed_save_is_logged_by_choice_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = small()
-    monkeypatch.setattr("drivetrain.checkpointing.writer.Writer.write", broken)
+    monkeypatch.setattr("drivetrain.checkpointing.store.commit.Writer.write", broken)
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, every=1, on_error="log") as ckpt:
         for _ in range(20):
             make_step(model, optimizer)
@@ -443,7 +443,7 @@ def test_each_rank_saves_its_share(on_ranks: Any, tmp_path: Path) -> None:
 
 
 def fail_on_one_rank(folder: str, on_error: str) -> str:
-    from drivetrain.checkpointing import save as saves
+    from drivetrain.checkpointing.store import save as saves
 
     model = drivetrain.DistributedDataParallel(nn.Linear(40, 30))
     optimizer = drivetrain.optim.AdamW(model.parameters())

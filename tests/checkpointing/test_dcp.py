@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import drivetrain
 from drivetrain.checkpointing import Checkpointer, CheckpointError
-from drivetrain.checkpointing.dcp import export_dcp, import_dcp
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.frameworks.dcp import export_dcp, import_dcp
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
 from ranks import RankPool
 

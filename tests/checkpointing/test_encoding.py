@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
-from drivetrain.checkpointing.encoding import Encoder, decode, references
+from drivetrain.checkpointing.state.encoding import Encoder, decode, references
 
 SCALARS = (
     st.none()

@@ -30,8 +30,8 @@ from drivetrain.checkpointing import (
     EncryptionError,
     Store,
 )
-from drivetrain.checkpointing.layout import CHUNK_BYTES, part_name
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.layout import CHUNK_BYTES, part_name
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
 
 LIMIT_S = 60
@@ -261,7 +261,7 @@ def test_exchanged_parts_of_an_intact_manifest_are_found(tmp_path: Path) -> None
     data = (checkpoint.path / record).read_bytes()
     assert len(data) == intact["record_bytes"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drivetrain.checkpointing.load.hexadecimal", lambda _: intact["record_crc32c"])
+        patch.setattr("drivetrain.checkpointing.store.reading.hexadecimal", lambda _: intact["record_crc32c"])
         with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
             Checkpoint(checkpoint.path, kms("old"))
 
@@ -317,7 +317,7 @@ def test_a_plain_record_in_an_encrypted_checkpoint_is_refused(tmp_path: Path) ->
     record = checkpoint.path / part["record"]
     data = record.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drivetrain.checkpointing.load.hexadecimal", lambda _: part["record_crc32c"])
+        patch.setattr("drivetrain.checkpointing.store.reading.hexadecimal", lambda _: part["record_crc32c"])
         reseal(record, lambda body: body + b" " * (part["record_bytes"] - len(data)))
         keys = Encryption(key=lambda key_id: ("old", KEYS["old"]), accept_plain=True)
         with pytest.raises(CheckpointError, match="not the record that the manifest means"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.checkpointing.interval import Interval, daly_interval
+from drivetrain.checkpointing.preemption.interval import Interval, daly_interval
 
 
 @pytest.mark.parametrize(

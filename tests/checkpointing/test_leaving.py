@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drivetrain.checkpointing import Checkpointer, leaving
-from drivetrain.checkpointing.leaving import named_wait
+from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing.preemption import leaving
+from drivetrain.checkpointing.preemption.leaving import named_wait
 from polling import wait_until
 from resumed_training import newest
 

@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from drivetrain.checkpointing import rng
-from drivetrain.checkpointing.data_position import position_of
-from drivetrain.checkpointing.encoding import Encoder, decode
-from drivetrain.checkpointing.preemption import Notices
+from drivetrain.checkpointing.preemption.notices import Notices
+from drivetrain.checkpointing.state import rng
+from drivetrain.checkpointing.state.data_position import position_of
+from drivetrain.checkpointing.state.encoding import Encoder, decode
 from drivetrain.data import ResumableSampler
 
 # torchdata 0.11 sets a vital sign that this torch has deprecated.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from checkpoint_crashes.group_signals import signaled
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.preemption import Notices
-from drivetrain.checkpointing.ranks import Ranks
+from drivetrain.checkpointing.preemption.agreement import Ranks
+from drivetrain.checkpointing.preemption.notices import Notices
 from effort import rounds
 from polling import wait_until
 from resumed_training import Case, errors_of, newest, run, started, steps_of
@@ -296,13 +296,13 @@ def test_ranks_that_cannot_connect_get_their_handlers_back(tmp_path: Path, monke
 def test_original_handlers_come_back_and_the_second_signal_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
-    monkeypatch.setattr("drivetrain.checkpointing.preemption._SAME_NOTICE_SECONDS", 3600.0)
+    monkeypatch.setattr("drivetrain.checkpointing.preemption.notices._SAME_NOTICE_SECONDS", 3600.0)
     notices = Notices([signal.SIGUSR1], None, None)
     notices.open()
     for _ in range(2):  # A launcher and a scheduler deliver one notice.
         signal.raise_signal(signal.SIGUSR1)
     assert (notices.check(), seen) == ("SIGUSR1", [])
-    monkeypatch.setattr("drivetrain.checkpointing.preemption._SAME_NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr("drivetrain.checkpointing.preemption.notices._SAME_NOTICE_SECONDS", 0.0)
     signal.raise_signal(signal.SIGUSR1)
     assert seen == [signal.SIGUSR1]
     notices.close()

@@ -148,7 +148,7 @@ class _Mute:
 def test_rank_0_waits_until_the_others_know_that_a_save_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivetrain.checkpointing.writer._READ_S", 0.2)
+    monkeypatch.setattr("drivetrain.checkpointing.store.commit._READ_S", 0.2)
     store = dist.HashStore()
     for generation, mute in enumerate([False, True], start=1):
         ranks = _opened([store, _Mute(store) if mute else store], [tmp_path / str(mute)] * 2)
@@ -162,7 +162,7 @@ def test_rank_0_waits_until_the_others_know_that_a_save_is_complete(
 
 
 def test_ranks_without_a_shared_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.checkpointing.writer._VISIBLE_S", 0.2)
+    monkeypatch.setattr("drivetrain.checkpointing.store.commit._VISIBLE_S", 0.2)
     ranks = _opened(_stores("hash", tmp_path), [tmp_path / "host-a", tmp_path / "host-b"])
     saves = [rank.save(1, {"x": torch.ones(2)}, None) for rank in ranks]
     for save in saves:

@@ -12,7 +12,7 @@ from torch import nn
 
 import drivetrain
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.state import state_dicts
+from drivetrain.checkpointing.state.training_state import state_dicts
 
 CLASSES = (torch.optim.AdamW, drivetrain.optim.AdamW)
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 import drivetrain
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.dcp import export_dcp, import_dcp
-from drivetrain.checkpointing.load import complete_checkpoints
-from drivetrain.checkpointing.state import state_dicts
+from drivetrain.checkpointing.frameworks.dcp import export_dcp, import_dcp
+from drivetrain.checkpointing.state.training_state import state_dicts
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drivetrain import _C
-from drivetrain.checkpointing import Checkpoint, CheckpointError, Store, load
-from drivetrain.checkpointing.directory import leftovers
-from drivetrain.checkpointing.layout import CHUNK_BYTES, part_name, temporary_name
+from drivetrain.checkpointing import Checkpoint, CheckpointError, Store
+from drivetrain.checkpointing.store import reading
+from drivetrain.checkpointing.store.directory import leftovers
+from drivetrain.checkpointing.store.layout import CHUNK_BYTES, part_name, temporary_name
 from warm_python import warm_python
 
 LIMIT_S = 60
@@ -246,15 +247,15 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
         for step in (1, 2):
             store.save(step, {"x": torch.ones(3)}, None).result(LIMIT_S)
 
-    read = load._read_manifest
+    read = reading._read_manifest
 
     def deleted(path: Path, *options: Any) -> Any:
         if path.name.endswith("1"):
             path.rename(tmp_path / ".trash-step-1")
         return read(path, *options)
 
-    monkeypatch.setattr(load, "_read_manifest", deleted)
-    found = load.survey(tmp_path)
+    monkeypatch.setattr(reading, "_read_manifest", deleted)
+    found = reading.survey(tmp_path)
     assert [one.step for one in found.complete] == [2]
     assert found.damaged == []
 

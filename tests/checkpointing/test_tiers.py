@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from drivetrain.checkpointing import Checkpoint, Checkpointer, CheckpointError, Encryption, Ram, Remote
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
 from drivetrain.ddp import DistributedDataParallel
 from ranks import RankPool
@@ -77,7 +77,7 @@ fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSystem]]:
-    monkeypatch.setattr("drivetrain.checkpointing.uploader._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("drivetrain.checkpointing.store.uploader._FIRST_PAUSE_S", 0.01)
     FlakyFileSystem.clear_instance_cache()
     kind = FlakyFileSystem
     kind.store, kind.pseudo_dirs, kind.calls = {}, [""], []

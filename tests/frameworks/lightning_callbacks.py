@@ -129,7 +129,7 @@ def case(name: str) -> Train:
 def _train(name: str, folder: Path, total: int, journal: Journal, options: dict[str, Any]) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
-    from drivetrain.checkpointing.lightning import CheckpointCallback
+    from drivetrain.checkpointing.frameworks.lightning import CheckpointCallback
 
     callbacks, has_norm, has_scheduler = CASES[name]
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.data import ResumableSampler
 from warm import warm_context
 
@@ -84,7 +84,7 @@ def huggingface(folder: Path, total: int, journal: Journal, options: dict[str, A
     """Trains `total` optimizer steps."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from drivetrain.checkpointing.huggingface import CheckpointCallback
+    from drivetrain.checkpointing.frameworks.huggingface import CheckpointCallback
 
     class Events(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
@@ -126,7 +126,7 @@ def lightning(folder: Path, total: int, journal: Journal, options: dict[str, Any
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import EarlyStopping
 
-    from drivetrain.checkpointing.lightning import CheckpointCallback
+    from drivetrain.checkpointing.frameworks.lightning import CheckpointCallback
 
     class Module(LightningModule):
         def __init__(self) -> None:

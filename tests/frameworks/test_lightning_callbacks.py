@@ -62,7 +62,7 @@ def test_hooks_come_in_the_order_of_lightning(tmp_path: Path) -> None:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from drivetrain.checkpointing.lightning import CheckpointCallback
+    from drivetrain.checkpointing.frameworks.lightning import CheckpointCallback
 
     called: list[str] = []
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_continued_is_refused_before_training(tmp_path: Path) -> 
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelPruning
 
-    from drivetrain.checkpointing.lightning import CheckpointCallback
+    from drivetrain.checkpointing.frameworks.lightning import CheckpointCallback
 
     class Module(LightningModule):
         def __init__(self, size: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from drivetrain.checkpointing import Ram
-from drivetrain.checkpointing.load import complete_checkpoints
+from drivetrain.checkpointing.store.reading import complete_checkpoints
 from frameworks import resumed_trainers as trainers
 
 
@@ -108,7 +108,7 @@ class _SignalingJournal(trainers.Journal):
 def test_the_callbacks_refuse_what_the_trainer_has(tmp_path: Path) -> None:
     for name in ("huggingface", "lightning"):
         needed(name)
-        module = importlib.import_module(f"drivetrain.checkpointing.{name}")
+        module = importlib.import_module(f"drivetrain.checkpointing.frameworks.{name}")
         with pytest.raises(TypeError, match="model is an argument of CheckpointCallback, which takes it"):
             module.CheckpointCallback(tmp_path, model=nn.Linear(1, 1))
         with pytest.raises(ValueError, match="tiers are given, expected none"):
@@ -121,7 +121,7 @@ def test_the_trainer_of_hugging_face_must_be_started_by_the_callback(tmp_path: P
     needed("huggingface")
     from transformers import Trainer, TrainingArguments
 
-    from drivetrain.checkpointing.huggingface import CheckpointCallback
+    from drivetrain.checkpointing.frameworks.huggingface import CheckpointCallback
 
     arguments = TrainingArguments(str(tmp_path / "trainer"), use_cpu=True, report_to="none", disable_tqdm=True)
     callback = CheckpointCallback(tmp_path / "checkpoints")
@@ -137,9 +137,9 @@ def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, package in (("huggingface", "transformers"), ("lightning", "lightning.pytorch")):
         monkeypatch.setitem(sys.modules, package, None)
-        monkeypatch.delitem(sys.modules, f"drivetrain.checkpointing.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"drivetrain.checkpointing.frameworks.{name}", raising=False)
         with pytest.raises(ImportError, match="pip install"):
-            importlib.import_module(f"drivetrain.checkpointing.{name}")
+            importlib.import_module(f"drivetrain.checkpointing.frameworks.{name}")
 
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from drivetrain.checkpointing import Store
-from drivetrain.checkpointing.device_copies import DeviceCopies
 from drivetrain.checkpointing.saver import Saver
+from drivetrain.checkpointing.store.device_copies import DeviceCopies
 
 sys.path.insert(0, sys.argv[1])
 late_device: Any = importlib.import_module("late_device")  # needs torch's libraries, so torch is imported first

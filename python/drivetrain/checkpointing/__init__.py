@@ -1,11 +1,15 @@
 """Saves and restores training states: crash-safe checkpoints that are written in the background."""
 
 from .checkpointer import Checkpointer
-from .encryption import Encryption
-from .store import Checkpoint, CheckpointError, Coordinator, EncryptionError, Fault, Save, Store
+from .store.coordinator import Coordinator
+from .store.encryption import Encryption
+from .store.errors import CheckpointError, EncryptionError, Fault
+from .store.reading import Checkpoint
+from .store.save import Save
+from .store.store import Store
+from .store.uploader import TierStatus
 from .survivors import continue_in_place
 from .tiers import Ram, Remote
-from .uploader import TierStatus
 
 __all__ = [
     "Checkpoint",

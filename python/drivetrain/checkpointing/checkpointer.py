@@ -16,24 +16,25 @@ from torch import nn
 
 from .. import phases
 from ..ddp.accumulate import Window
-from . import environment, survivors
-from .audit import AUDIT
-from .cloud_notices import Source
-from .data_position import position_of
-from .encryption import Encryption
-from .errors import CheckpointError
-from .interval import Interval, seconds_of
-from .leaving import Company, named_wait, say_how_to_continue
-from .load import Checkpoint
-from .position import Position, Stateful
-from .preemption import Notices, Preempted
-from .ranks import Flags, Ranks
+from . import survivors
+from .preemption.agreement import Flags, Ranks
+from .preemption.cloud import Source
+from .preemption.interval import Interval, seconds_of
+from .preemption.leaving import Company, named_wait, say_how_to_continue
+from .preemption.notices import Notices, Preempted
 from .restore import differing_config, load_newest, warn_of_differences
 from .saver import Saver
-from .state import FORMAT, TrainingState, as_list
-from .store import Store
+from .state import environment
+from .state.data_position import position_of
+from .state.position import Position, Stateful
+from .state.training_state import FORMAT, TrainingState, as_list
+from .store.audit import AUDIT
+from .store.encryption import Encryption
+from .store.errors import CheckpointError
+from .store.reading import Checkpoint
+from .store.store import Store
+from .store.uploader import TierStatus
 from .tiers import Ram, Remote, Tiers
-from .uploader import TierStatus
 
 _logger = logging.getLogger("drivetrain")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later

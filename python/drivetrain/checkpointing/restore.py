@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
-from . import environment
-from .encoding import JSON
-from .errors import CheckpointError, EncryptionError
-from .load import Checkpoint, DamagedError
-from .ranks import Ranks
-from .shards import read_shards
-from .state import TrainingState, names_of
+from .preemption.agreement import Ranks
+from .state import environment
+from .state.encoding import JSON
+from .state.shards import read_shards
+from .state.training_state import TrainingState, names_of
+from .store.errors import CheckpointError, EncryptionError
+from .store.reading import Checkpoint, DamagedError
 from .tiers import Tiers
 
 _logger = logging.getLogger("drivetrain")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .device_copies import DeviceCopies, Slabs, can_copy
-from .errors import CheckpointError
-from .load import Checkpoint
-from .save import Save
-from .state import TrainingState
-from .store import Store
+from .state.training_state import TrainingState
+from .store.device_copies import DeviceCopies, Slabs, can_copy
+from .store.errors import CheckpointError
+from .store.reading import Checkpoint
+from .store.save import Save
+from .store.store import Store
 
 _logger = logging.getLogger("drivetrain")
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ..processes import Process, has_ended, this_process
-from . import directory as disk
+from .store import directory as disk
 
 _logger = logging.getLogger("drivetrain")
 _Result = TypeVar("_Result")

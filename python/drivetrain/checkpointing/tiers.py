@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import directory as disk
 from . import survivors
-from .access import refusal
-from .errors import CheckpointError
-from .identity import Identity, Origin
-from .interval import seconds_of
-from .load import Checkpoint, DamagedError, complete_checkpoints, manifests
-from .ranks import Ranks
-from .remote import RemoteDirectory
+from .preemption.agreement import Ranks
+from .preemption.interval import seconds_of
 from .saver import Saver
-from .store import Store
-from .uploader import TierStatus, Uploader
+from .store import directory as disk
+from .store.access import refusal
+from .store.errors import CheckpointError
+from .store.identity import Identity, Origin
+from .store.reading import Checkpoint, DamagedError, complete_checkpoints, manifests
+from .store.remote import RemoteDirectory
+from .store.store import Store
+from .store.uploader import TierStatus, Uploader
 
 _logger = logging.getLogger("drivetrain")
 _LAST_SAVE_S = 5.0  # for a save into memory that is in progress when an exception ends the training

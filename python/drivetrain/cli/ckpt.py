@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..checkpointing import Checkpoint, Encryption
-    from ..checkpointing.audit import AuditLog
+    from ..checkpointing.store.audit import AuditLog
 
 _EXPORT_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors", "dcp": ""}
 
@@ -90,7 +90,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _tiers(directory: Path) -> list[str]:
     """Returns what the last run has written about its other tiers, a line for each."""
-    from ..checkpointing.load import complete_checkpoints
+    from ..checkpointing.store.reading import complete_checkpoints
     from ..checkpointing.tiers import TIERS
 
     try:
@@ -157,8 +157,8 @@ def _show(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from ..checkpointing.save import write_tensors
-    from ..checkpointing.state import state_dicts
+    from ..checkpointing.state.training_state import state_dicts
+    from ..checkpointing.store.save import write_tensors
 
     if args.format == "dcp" and args.out is not None:
         return _export_dcp(args)
@@ -189,7 +189,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _export_dcp(args: argparse.Namespace) -> int:
-    from ..checkpointing.dcp import export_dcp
+    from ..checkpointing.frameworks.dcp import export_dcp
 
     checkpoint = _chosen(args)
     export_dcp(checkpoint, args.out, args.rank or 0)
@@ -198,8 +198,8 @@ def _export_dcp(args: argparse.Namespace) -> int:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from ..checkpointing import directory as disk
-    from ..checkpointing.load import DamagedError, complete_checkpoints, find_checkpoints
+    from ..checkpointing.store import directory as disk
+    from ..checkpointing.store.reading import DamagedError, complete_checkpoints, find_checkpoints
 
     if args.keep is not None and args.keep < 1:
         raise ValueError(f"--keep is {args.keep}, expected at least 1")
@@ -223,7 +223,7 @@ def _collect(args: argparse.Namespace) -> int:
 
 def _found(args: argparse.Namespace) -> list[Checkpoint | Exception]:
     from ..checkpointing import Checkpoint
-    from ..checkpointing.load import find_checkpoints
+    from ..checkpointing.store.reading import find_checkpoints
 
     if not args.directory.is_dir():
         raise ValueError(f"directory is {args.directory}, which is no directory")
@@ -235,8 +235,8 @@ def _found(args: argparse.Namespace) -> list[Checkpoint | Exception]:
 
 def _chosen(args: argparse.Namespace) -> Checkpoint:
     from ..checkpointing import Checkpoint
-    from ..checkpointing.layout import step_name
-    from ..checkpointing.load import complete_checkpoints
+    from ..checkpointing.store.layout import step_name
+    from ..checkpointing.store.reading import complete_checkpoints
 
     if args.step is not None:
         return Checkpoint(args.directory / step_name(args.step), _encryption(args), _audit(args.directory))
@@ -256,7 +256,7 @@ def _encryption(args: argparse.Namespace) -> Encryption | None:
 
 def _audit(directory: Path) -> AuditLog | None:
     """Returns the audit log of a directory whose runs keep one."""
-    from ..checkpointing.audit import AUDIT, AuditLog
+    from ..checkpointing.store.audit import AUDIT, AuditLog
 
     return AuditLog(directory / AUDIT) if (directory / AUDIT).exists() else None
 

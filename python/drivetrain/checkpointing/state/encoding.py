@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..optim.sharded import is_dtensor
+from ...optim.sharded import is_dtensor
 from .shards import KEY, Shard, describe_mesh, marked, part_of
 
 JSON: TypeAlias = Any  # None, bool, int, float, str, or lists and dicts of them

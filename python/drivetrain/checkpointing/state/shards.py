@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.pieces import params_by_key
-from ..optim.sharded import local_part
-from .errors import CheckpointError
-from .load import Checkpoint
+from ...optim.pieces import params_by_key
+from ...optim.sharded import local_part
+from ..store.errors import CheckpointError
+from ..store.reading import Checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from torch.nn.utils import prune
 
-from .checkpointer import EXIT_CODE, Checkpointer
-from .encoding import decode
-from .encryption import Encryption
-from .errors import CheckpointError, EncryptionError
-from .load import Checkpoint, complete_checkpoints
-from .saved_optimizer import plain_name
-from .state import names_of
+from ..checkpointer import EXIT_CODE, Checkpointer
+from ..state.encoding import decode
+from ..state.saved_optimizer import plain_name
+from ..state.training_state import names_of
+from ..store.encryption import Encryption
+from ..store.errors import CheckpointError, EncryptionError
+from ..store.reading import Checkpoint, complete_checkpoints
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer, __version__
@@ -27,7 +27,7 @@ try:
     from lightning.pytorch.trainer import call
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
-    raise ImportError("drivetrain.checkpointing.lightning needs Lightning: pip install lightning") from error
+    raise ImportError("drivetrain.checkpointing.frameworks.lightning needs Lightning: pip install lightning") from error
 
 _EXTRA = "lightning.Trainer"  # under which the Trainer's own values are saved
 _OWN = ("model", "optimizer", "scheduler", "scaler", "data", "window")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optim import precision
-from ..optim.base import FusedOptimizer
-from .load import Checkpoint
+from ...optim import precision
+from ...optim.base import FusedOptimizer
+from ..store.reading import Checkpoint
 
 # torch's state dicts leave these parts of names out in most places.
 _WRAPPER_PARTS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")

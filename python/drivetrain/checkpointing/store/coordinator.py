@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..processes import Process, has_ended, this_process
+from ...processes import Process, has_ended, this_process
 from .errors import CheckpointError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 50e-3

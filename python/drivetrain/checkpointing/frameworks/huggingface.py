@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from ..data import ResumableSampler
-from .checkpointer import Checkpointer
-from .encoding import decode
-from .load import complete_checkpoints
-from .ranks import Ranks
+from ...data import ResumableSampler
+from ..checkpointer import Checkpointer
+from ..preemption.agreement import Ranks
+from ..state.encoding import decode
+from ..store.reading import complete_checkpoints
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,7 +25,8 @@ try:
     from transformers.trainer_utils import TrainOutput
 except ImportError as error:
     raise ImportError(
-        "drivetrain.checkpointing.huggingface needs Hugging Face's Trainer: pip install 'transformers[torch]'"
+        "drivetrain.checkpointing.frameworks.huggingface needs Hugging Face's Trainer: "
+        "pip install 'transformers[torch]'"
     ) from error
 
 _EXTRA = "transformers.Trainer"  # under which the Trainer's own values are saved

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .._C import Slab, Snapshot
+from ..._C import Slab, Snapshot
 from .errors import CheckpointError
 from .layout import encode_header, plain
-from .load import Checkpoint
 from .manifest import JSON
+from .reading import Checkpoint
 
 LONGEST_WAIT_S = 600.0
 _RELEASE_S = 5.0  # a write that takes longer keeps the memory, and the next save says so

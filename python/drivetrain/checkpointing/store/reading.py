@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _C
+from ... import _C
 from .audit import AuditLog
 from .encryption import TAG_BYTES, ChunkIdentity, Encryption, FileCipher
 from .errors import CheckpointError, EncryptionError, Fault

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grad import main_grads
-from ..optim.sharded import is_dtensor
+from ...grad import main_grads
+from ...optim.sharded import is_dtensor
 
 
 class Gradients:

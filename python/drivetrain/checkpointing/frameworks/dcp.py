@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from ..optim.sharded import is_dtensor
-from .errors import CheckpointError
-from .load import Checkpoint
-from .saved_optimizer import load_optimizer, parameter_names, saved_parameter_names
-from .state import bare, state_dicts
+from ...optim.sharded import is_dtensor
+from ..state.saved_optimizer import load_optimizer, parameter_names, saved_parameter_names
+from ..state.training_state import bare, state_dicts
+from ..store.errors import CheckpointError
+from ..store.reading import Checkpoint
 
 
 def export_dcp(checkpoint: Checkpoint, directory: str | os.PathLike[str], rank: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Defines the position in the training data, whose kinds for DataLoaders are in `loader`."""
+"""Defines the position in the training data, whose kinds for DataLoaders are in `loader.py`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from ..data import ResumableSampler
+from ...data import ResumableSampler
+from ..preemption.workers import has_lost_workers
 from . import rng
 from .position import Position
 from .skipping import END, Skipping
-from .workers import has_lost_workers
 
 KEY = "_drivetrain_position"  # an attribute of loaders that are counted
 IN_USE = "data is used by another Checkpointer: leave its with block first"

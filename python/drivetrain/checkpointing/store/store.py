@@ -13,21 +13,19 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import Slab
-from ..frames import place_of
+from ..._C import Slab
+from ...frames import place_of
 from . import directory as disk
 from .audit import AuditLog
+from .commit import Writer, describe
 from .coordinator import Coordinator
 from .encryption import Encryption
-from .errors import CheckpointError, EncryptionError, Fault
+from .errors import CheckpointError
 from .identity import Origin
 from .layout import check_tensors, step_name
-from .load import Checkpoint, Survey, complete_checkpoints, manifests, survey
 from .manifest import JSON, copy_json
+from .reading import Checkpoint, Survey, complete_checkpoints, manifests, survey
 from .save import LONGEST_WAIT_S, Save
-from .writer import Writer, describe
-
-__all__ = ["Checkpoint", "CheckpointError", "Coordinator", "EncryptionError", "Fault", "Save", "Store"]
 
 _logger = logging.getLogger("drivetrain")
 

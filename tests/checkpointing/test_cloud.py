@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.checkpointing import cloud_notices
+from drivetrain.checkpointing.preemption import cloud
 from polling import wait_until
 
 
@@ -72,7 +72,7 @@ def service() -> Iterator[tuple[Service, str]]:
 
 def test_aws(service: tuple[Service, str]) -> None:
     state, base = service
-    source = cloud_notices.Aws(base)
+    source = cloud.Aws(base)
     assert source.notice() is None
     state.aws_token = "second"  # the first has expired
     assert source.notice() is None
@@ -83,7 +83,7 @@ def test_aws(service: tuple[Service, str]) -> None:
 
 def test_gcp(service: tuple[Service, str]) -> None:
     state, base = service
-    source = cloud_notices.Gcp(base)
+    source = cloud.Gcp(base)
     assert source.notice() is None
     state.gcp_preempted = "TRUE\n"
     assert source.notice() == "Google Cloud preempts this instance"
@@ -108,7 +108,7 @@ def event(kind: str, *resources: str) -> dict[str, Any]:
 
 def test_azure(service: tuple[Service, str]) -> None:
     state, base = service
-    source = cloud_notices.Azure(base)
+    source = cloud.Azure(base)
     assert source.notice() is None
     state.azure_events = [event("Preempt", "node_1", "node_2"), event("Freeze", "node_3")]
     assert source.notice() is None
@@ -120,12 +120,12 @@ def test_azure(service: tuple[Service, str]) -> None:
 
 def test_proxies_are_not_asked(service: tuple[Service, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert cloud_notices.Gcp(service[1]).notice() is None
+    assert cloud.Gcp(service[1]).notice() is None
 
 
 def test_a_poller_keeps_asking_until_there_is_a_notice(service: tuple[Service, str]) -> None:
     state, base = service
-    poller = cloud_notices.Poller(cloud_notices.Gcp(base), seconds=0.01)
+    poller = cloud.Poller(cloud.Gcp(base), seconds=0.01)
     wait_until(lambda: len(state.requests) >= 3, "three polls")
     assert poller.reason is None
     state.gcp_preempted = "TRUE"
@@ -142,7 +142,7 @@ def test_a_service_that_does_not_answer_is_reported_once(caplog: pytest.LogCaptu
             raise OSError("no route to host")
 
     source = Broken()
-    poller = cloud_notices.Poller(source, seconds=0.001)
+    poller = cloud.Poller(source, seconds=0.001)
     wait_until(lambda: source.calls >= 10, "ten polls")
     poller.close()
     assert [record.message for record in caplog.records].count(
@@ -151,6 +151,6 @@ def test_a_service_that_does_not_answer_is_reported_once(caplog: pytest.LogCaptu
 
 
 def test_names_of_clouds() -> None:
-    assert isinstance(cloud_notices.source_of("azure"), cloud_notices.Azure)
+    assert isinstance(cloud.source_of("azure"), cloud.Azure)
     with pytest.raises(ValueError, match="cloud is 'ibm', expected one of 'aws', 'gcp', 'azure'"):
-        cloud_notices.source_of("ibm")
+        cloud.source_of("ibm")

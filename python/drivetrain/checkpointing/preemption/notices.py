@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .cloud_notices import Poller, Source, source_of
+from .cloud import Poller, Source, source_of
 from .workers import Shield
 
 _logger = logging.getLogger("drivetrain")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._C import Snapshot, crc32c
+from ..._C import Snapshot, crc32c
 from . import directory as disk
 from .access import share
 from .coordinator import Coordinator

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from .._C import exchange_paths
+from ..._C import exchange_paths
 from .errors import CheckpointError
 from .layout import LEFTOVER, LOCK, is_known, temporary_name
 

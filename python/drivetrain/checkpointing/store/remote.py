@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .._C import crc32c
+from ..._C import crc32c
 from . import directory as disk
 from .errors import CheckpointError
 from .layout import CHUNK_BYTES, MANIFEST, STEP, is_known, temporary_name

@@ -9,14 +9,14 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..ddp.accumulate import Window
-from ..optim import pieces, precision
-from ..optim.sharded import is_dtensor, local_part, state_placements
-from ..wrapped import unwrapped
+from ...ddp.accumulate import Window
+from ...optim import pieces, precision
+from ...optim.sharded import is_dtensor, local_part, state_placements
+from ...wrapped import unwrapped
+from ..store.reading import Checkpoint
 from . import rng, shards
 from .encoding import JSON, Encoder, decode, references
 from .gradients import Gradients
-from .load import Checkpoint
 from .position import Position, Stateful
 from .saved_optimizer import ParameterOrder, check_maker, class_name, load_optimizer, parameter_names, plain_name
 

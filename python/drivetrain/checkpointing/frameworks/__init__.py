@@ -1,0 +1,1 @@
+"""Connects checkpoints with the Trainers of Hugging Face and Lightning, and with the format of torch (DCP)."""

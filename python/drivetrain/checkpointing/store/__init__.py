@@ -1,0 +1,1 @@
+"""Commits checkpoints to directories and remote file systems, and finds, reads and verifies them."""

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pages import REPOSITORY, Block, blocks, pages
 
 from drivetrain.checkpointing import Store
-from drivetrain.cli import differences, whole_parser
+from drivetrain.cli import whole_parser
 from warm_python import warm_python
 
 ALL_BLOCKS = [
@@ -126,14 +126,6 @@ def test_both_sides_of_a_diff_run(page: Path, block: Block) -> None:
     for lines in sides.values():
         assert lines
         exec("\n".join(lines), {})
-
-
-def test_table_of_differences_is_the_doctors() -> None:
-    page = (REPOSITORY / "docs" / "limitations.md").read_text()
-    _, _, rest = page.partition("<!-- differences -->\n")
-    table, end, _ = rest.partition("\n<!-- end of differences -->")
-    assert end
-    assert table == differences.as_markdown()
 
 
 @pytest.mark.parametrize("package", ["", ".checkpointing", ".data", ".monitor", ".optim", ".planner"])

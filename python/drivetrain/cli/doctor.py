@@ -24,13 +24,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import drivetrain
 from drivetrain import _C, _build_info
-from drivetrain.cli import differences
 from drivetrain.cli.collectives import GLOO_CURE
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.machine import check_machine
 from drivetrain.cli.ranks import Meeting
-from drivetrain.cli.topology import check_topology
 from drivetrain.ddp.transport import nccl_package
 
 _STYLES = {"PASS": "green", "--": "dim", "WARN": "bold yellow", "FAIL": "bold red"}
@@ -41,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `doctor`."""
     parser.epilog = "Under torchrun (torchrun ... -m drivetrain doctor) rank 0 prints for all ranks."
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument(
-        "--differences", action="store_true", help="list the intended differences from torch and check nothing"
-    )
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="test the directory that checkpoints go to")
     parser.add_argument(
         "--timeout", type=_seconds, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
@@ -66,9 +61,6 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         1 if a check fails (on rank 0: if a check fails on any rank), otherwise 0.
     """
-    if args.differences:
-        print(differences.as_markdown())
-        return 0
     is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank tests a host's disk
     findings = [check() for check in _CHECKS] + check_machine(args.checkpoint if is_first_of_host else None)
     launch, launch_findings = read_launch(os.environ, args.timeout)
@@ -77,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if launch is None:
         show(findings)
     else:
-        findings = Meeting(launch, args.timeout).hold(findings, _versions(), _chosen_isa(), show)
+        findings = Meeting(launch, args.timeout).hold(findings, _versions(), show)
     return int(_any_wrong(findings))
 
 
@@ -88,13 +80,6 @@ def _versions() -> dict[str, str]:
     if torch.version.cuda is not None and dist.is_nccl_available():
         versions["NCCL"] = _dotted(tuple(torch.cuda.nccl.version()[:3]))
     return versions
-
-
-def _chosen_isa() -> str:
-    try:
-        return str(_C.isa())
-    except ValueError:  # _isa() reports a wrong DRIVETRAIN_ISA
-        return "none"
 
 
 def _any_wrong(findings: Sequence[Finding]) -> bool:
@@ -112,10 +97,6 @@ def _print(findings: Sequence[Finding], as_json: bool) -> None:
         line.stylize(_STYLES[finding.status], 0, len(finding.status))
         console.print(line, soft_wrap=True)
     sys.stdout.flush()
-
-
-def _python() -> Finding:
-    return passed("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _torch() -> Finding:
@@ -234,20 +215,6 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _isa() -> Finding:
-    available = ", ".join(_C.available_isas())
-    forced = os.environ.get("DRIVETRAIN_ISA", "")
-    if forced and forced not in _C.available_isas():
-        text = f"DRIVETRAIN_ISA={forced}, but this processor and build offer: {available}"
-        return fail("isa", text, "set it to one of these, or unset it for the fastest")
-    return passed("isa", f"{_C.isa()}{' (forced by DRIVETRAIN_ISA)' if forced else ''}; available: {available}")
-
-
-def _build() -> Finding:
-    sanitizer = _build_info.SANITIZE or "none"
-    return passed("build", f"{_build_info.COMPILER}; CUDA kernels: {_build_info.CUDA}; sanitizer: {sanitizer}")
-
-
 def _gloo() -> Finding:
     if not (dist.is_available() and dist.is_gloo_available()):
         return fail("gloo", "torch is built without gloo", "install torch's official wheel")
@@ -258,19 +225,9 @@ def _gloo() -> Finding:
     return passed("gloo", "available, and it finds a network interface")
 
 
-def _differences() -> Finding:
-    count = len(differences.DIFFERENCES)
-    return passed("differences", f"{count} intended ones from torch; `drivetrain doctor --differences` lists them")
-
-
 _CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python,
     _torch,
     _cuda,
     _nccl,
-    _isa,
-    _build,
     _gloo,
-    check_topology,
-    _differences,
 )

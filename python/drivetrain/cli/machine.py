@@ -17,6 +17,7 @@ from time import monotonic
 
 import torch
 
+from drivetrain import _C
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
 from drivetrain.ddp import hang_reports, transport
 from drivetrain.memory import host_memory
@@ -28,14 +29,21 @@ _LEAST_SHARED_MEMORY = 2**27  # Docker's default is 64 MiB
 _LEAST_FILES = 1024  # Linux's usual soft limit
 _LEAST_DISK = 2**30
 _WRITTEN = 2**26  # bytes that the disk's check writes
-FAMILY_VARIABLE = "NCCL_SOCKET_FAMILY"
 _SIOCGIFADDR = 0x8915  # ioctl of netdevice(7): the IPv4 address of an interface
 _DUPLICATE_ADDRESS = 0x08  # flag of rtnetlink(7): the address is in use elsewhere
 
 _PREFIX = "DRIVETRAIN_"
+
+
+def _check_isa() -> None:
+    forced, available = os.environ.get("DRIVETRAIN_ISA", ""), _C.available_isas()
+    if forced and forced not in available:
+        raise ValueError(f"DRIVETRAIN_ISA={forced}, but this processor and build offer: {', '.join(available)}")
+
+
 # Maps each variable of drivetrain to the function that raises ValueError for a wrong value.
 _VARIABLES: dict[str, Callable[[], object]] = {
-    "DRIVETRAIN_ISA": lambda: None,  # the check `isa` judges its value
+    "DRIVETRAIN_ISA": _check_isa,
     transport.VARIABLE: lambda: transport.requested("auto"),
     hang_reports.VARIABLE: lambda: hang_reports.limit_from(None),
     prometheus.TOKEN_VARIABLE: lambda: None,  # any text is a token
@@ -115,17 +123,6 @@ def check_threads(environ: Mapping[str, str]) -> Finding:
     if ranks * threads > max(cores, ranks):
         share = max(1, cores // ranks)
         return warn("threads", f"{text}: they take turns", f"export OMP_NUM_THREADS={share}")
-    if cores == 1 and (os.cpu_count() or 1) > 1:
-        bound = [
-            name for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES") if environ.get(name)
-        ]
-        cause = f" by {', '.join(bound)}" if bound else ""
-        if threads > 1 or bound:
-            return warn(
-                "threads",
-                f"this process is bound to one of {os.cpu_count()} cores{cause}",
-                f"unset {' '.join(bound)}" if bound else "start it without taskset or numactl, or with more cores",
-            )
     return passed("threads", text)
 
 
@@ -186,9 +183,9 @@ def check_variables(environ: Mapping[str, str]) -> Finding:
 
 
 def check_interfaces(environ: Mapping[str, str]) -> Finding:
-    """Checks that the interfaces named for gloo and NCCL exist and have an address, of the family that NCCL takes."""
-    addresses, ipv6 = interface_addresses(), ipv6_addresses()
-    listed = ", ".join(_with_ipv6(name, address, ipv6) for name, address in addresses.items()) or "none"
+    """Checks that the interfaces named for gloo and NCCL exist and have an address."""
+    addresses = interface_addresses()
+    listed = ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none"
     usable = [name for name in addresses if name != "lo"] or list(addresses)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = environ.get(variable, "")
@@ -200,19 +197,7 @@ def check_interfaces(environ: Mapping[str, str]) -> Finding:
                 text = f"{variable}={value}, but {name} has no address here; there are: {listed}"
                 cure = f"export {variable}={usable[0]}" if usable else "bring an interface up: ip link set ... up"
                 return fail("interfaces", text, cure)
-    family = environ.get(FAMILY_VARIABLE, "")
-    if family not in ("", "AF_INET", "AF_INET6"):
-        return fail(
-            "interfaces", f"{FAMILY_VARIABLE}={family}, expected AF_INET or AF_INET6", f"unset {FAMILY_VARIABLE}"
-        )
-    if family == "AF_INET6" and not ipv6:
-        text = f"{FAMILY_VARIABLE}=AF_INET6, but no interface has an IPv6 address; there are: {listed}"
-        return fail("interfaces", text, f"unset {FAMILY_VARIABLE}")
     return passed("interfaces", listed)
-
-
-def _with_ipv6(name: str, address: str, ipv6: Mapping[str, str]) -> str:
-    return " ".join(dict.fromkeys([name, address, ipv6.get(name, "")])).strip()
 
 
 def interface_addresses() -> dict[str, str]:

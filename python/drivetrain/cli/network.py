@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
+from drivetrain.cli.finding import Finding, fail, passed, warn
 from drivetrain.cli.launch import joined
-from drivetrain.cli.machine import FAMILY_VARIABLE, interface_addresses, ipv6_addresses
+from drivetrain.cli.machine import interface_addresses, ipv6_addresses
 from drivetrain.ddp.sockets import address_towards, receive
 
 _CONNECT_S = 3.0
@@ -44,14 +44,12 @@ class Address:
         address: The address that gloo gives the other ranks, of either family.
         port: The TCP port.
         reaches_master_by: Interface and address, as in "eth0 10.0.0.2"; "": unknown.
-        ipv6: The IPv6 address of that interface, besides an IPv4 `address`; "": none.
     """
 
     host: str
     address: str
     port: int
     reaches_master_by: str
-    ipv6: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class Probe:
         offset_s: Seconds by which the other's clock is ahead.
         bytes_per_s: Bandwidth to it; 0 where it was not measured.
         lost: Share of segments that had to be sent again.
-        ipv6_error: The reason why it could not be reached over IPv6; "" if it could. None: one has one family.
     """
 
     peer: int
@@ -72,7 +69,6 @@ class Probe:
     offset_s: float = 0.0
     bytes_per_s: float = 0.0
     lost: float = 0.0
-    ipv6_error: str | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Returns the probe as an object for the store."""
@@ -119,11 +115,7 @@ class Listener:
         self._server = _Server()
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         way = _way_to(master_addr)
-        address = advertised_address()
-        ipv6 = ipv6_addresses().get(_gloos_interface() or way.partition(" ")[0], "")
-        self.address = Address(
-            socket.gethostname(), address, self._server.server_address[1], way, "" if ":" in address else ipv6
-        )
+        self.address = Address(socket.gethostname(), advertised_address(), self._server.server_address[1], way)
 
     def __enter__(self) -> Listener:
         self._thread.start()
@@ -134,13 +126,9 @@ class Listener:
         self._server.server_close()
 
 
-def _gloos_interface() -> str:
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-
-
 def advertised_address() -> str:
     """Returns the address that gloo tells the other ranks: the interface's, else the host name's, else loopback."""
-    if name := _gloos_interface():
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return interface_addresses().get(name, "127.0.0.1")
     with suppress(OSError):
         for family, _, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
@@ -170,21 +158,14 @@ def probe_peers(rank: int, addresses: Sequence[Address]) -> list[Probe]:
     """Connects to other ranks, the next one first, and compares clocks."""
     peers = peers_of(rank, len(addresses))
     with ThreadPoolExecutor(max_workers=16) as pool:
-        return list(pool.map(lambda peer: _probe(peer, addresses[rank], addresses[peer]), peers))
+        return list(pool.map(lambda peer: _probe(peer, addresses[peer]), peers))
 
 
-def _probe(peer: int, mine: Address, theirs: Address) -> Probe:
+def _probe(peer: int, theirs: Address) -> Probe:
     try:
-        offset = _clock_offset(theirs.address, theirs.port)
+        return Probe(peer, offset_s=_clock_offset(theirs.address, theirs.port))
     except OSError as error:
         return Probe(peer, error=error.strerror or str(error))
-    if not (mine.ipv6 and theirs.ipv6):
-        return Probe(peer, offset_s=offset)
-    try:
-        _clock_offset(theirs.ipv6, theirs.port)
-    except OSError as error:
-        return Probe(peer, offset_s=offset, ipv6_error=error.strerror or str(error))
-    return Probe(peer, offset_s=offset, ipv6_error="")
 
 
 def _clock_offset(address: str, port: int) -> float:
@@ -242,7 +223,6 @@ def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) ->
     """
     return [
         _judge_reach(addresses, found),
-        _judge_ipv6(addresses, found),
         _judge_clocks(addresses, found),
         _judge_links(addresses, found),
     ]
@@ -261,8 +241,8 @@ def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Prob
     rank, probe = failures[0]
     where = addresses[probe.peer]
     text = (
-        f"{len(failures)} of {count} connections fail; "
-        f"{_unreached(addresses, rank, probe.peer, where.address, probe.error)}"
+        f"{len(failures)} of {count} connections fail; rank {rank} on {addresses[rank].host} does not reach rank "
+        f"{probe.peer} on {where.host} at {joined(where.address, where.port)} ({probe.error})"
     )
     if where.address.startswith("127.") and hosts > 1:
         interface = where.reaches_master_by.partition(" ")[0] or "<the interface between the hosts>"
@@ -273,38 +253,6 @@ def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Prob
             "NCCL_SOCKET_IFNAME=<the interface between the hosts>"
         )
     return fail("network", text, cure)
-
-
-def _unreached(addresses: Sequence[Address], rank: int, peer: int, address: str, error: str) -> str:
-    at = joined(address, addresses[peer].port)
-    return (
-        f"rank {rank} on {addresses[rank].host} does not reach rank {peer} on {addresses[peer].host} at {at} ({error})"
-    )
-
-
-def _judge_ipv6(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
-    """Judges connections over IPv6. They matter where NCCL is configured for that family, or gloo has no other one."""
-    if all(":" in where.address for where in addresses):
-        return passed("ipv6", "every rank has an IPv6 address only: the connections of `network` are over IPv6")
-    tried = [(rank, probe) for rank, probes in found.items() for probe in probes if probe.ipv6_error is not None]
-    failures = [(rank, probe) for rank, probe in tried if probe.ipv6_error]
-    is_needed = os.environ.get(FAMILY_VARIABLE) == "AF_INET6"
-    without = [where.host for where in addresses if not where.ipv6 and ":" not in where.address]
-    cure = f"unset {FAMILY_VARIABLE} for IPv4"
-    if is_needed and without:
-        return fail("ipv6", f"{FAMILY_VARIABLE}=AF_INET6, and {without[0]} has no IPv6 address", cure)
-    if not tried:
-        return not_applicable("ipv6", "no two ranks have an IPv6 address on the interface that they use")
-    if not failures:
-        return passed("ipv6", f"{len(tried)} connections over IPv6, besides those over IPv4")
-    rank, probe = failures[0]
-    text = (
-        f"{len(failures)} of {len(tried)} connections over IPv6 fail; "
-        f"{_unreached(addresses, rank, probe.peer, addresses[probe.peer].ipv6, probe.ipv6_error or '')}"
-    )
-    if is_needed:
-        return fail("ipv6", text, f"open the ports for IPv6 in the firewalls (ip6tables), or {cure}")
-    return not_applicable("ipv6", f"not used here, where IPv4 is: {text}")
 
 
 def _judge_clocks(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:

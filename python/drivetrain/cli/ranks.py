@@ -40,13 +40,12 @@ class Meeting:
         self._launch = launch
         self._timeout_s = timeout_s
 
-    def hold(self, own: list[Finding], versions: Mapping[str, str], isa: str, show: Show) -> list[Finding]:
+    def hold(self, own: list[Finding], versions: Mapping[str, str], show: Show) -> list[Finding]:
         """Runs the checks that need all ranks.
 
         Args:
             own: The findings of this rank alone.
             versions: The versions that must agree on all ranks.
-            isa: The instruction set of this rank. It may differ, because the kernels give equal bits on all.
             show: A function that prints findings. Rank 0 calls it; other ranks call it if the store cannot be reached.
 
         Returns:
@@ -55,7 +54,6 @@ class Meeting:
         card = {
             "host": f"{socket.gethostname()}, process {os.getpid()}",
             "versions": dict(versions),
-            "isa": isa,
             "cores": speed.cores(),
             "machine": machine(),
             **_measure(),
@@ -381,9 +379,7 @@ def _compare(cards: _Cards) -> list[Finding]:
     if findings:
         return findings
     versions = ", ".join(f"{what} {version}" for what, version in cards[0]["versions"].items())
-    by_isa = _ranks_by({rank: card["isa"] for rank, card in cards.items()})
-    isa = next(iter(by_isa)) if len(by_isa) == 1 else f"differs, which is allowed ({_spelled_out(by_isa)})"
-    return [passed("versions", f"equal on {len(cards)} ranks: {versions}; isa {isa}")]
+    return [passed("versions", f"equal on {len(cards)} ranks: {versions}")]
 
 
 def _ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:

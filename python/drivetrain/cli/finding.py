@@ -18,18 +18,16 @@ class Finding:
             does not apply here.
         text: The observed facts, or the reason why the check does not apply.
         cure: The remedy after "FAIL" and "WARN"; otherwise empty.
-        details: Lines of a table to print below.
     """
 
     name: str
     status: Status
     text: str
     cure: str = ""
-    details: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         cure = f"; cure: {self.cure}" if self.cure else ""
-        return "\n".join([f"{self.status:<6}{self.name:<14}{self.text}{cure}", *self.details])
+        return f"{self.status:<6}{self.name:<14}{self.text}{cure}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the finding as an object for `--json`."""

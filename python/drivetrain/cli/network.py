@@ -291,18 +291,5 @@ def _judge_links(addresses: Sequence[Address], found: Mapping[int, Sequence[Prob
     return passed("links", f"{_rate(links[slow].bytes_per_s)} or more by TCP {where}")
 
 
-def slowest_between_hosts(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> float | None:
-    """Returns the bytes per second of the slowest measured link between hosts; None if there is none."""
-    return min(
-        (
-            probe.bytes_per_s
-            for rank, probes in found.items()
-            for probe in probes
-            if probe.bytes_per_s and addresses[rank].host != addresses[probe.peer].host
-        ),
-        default=None,
-    )
-
-
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 2**20:,.0f} MiB/s"

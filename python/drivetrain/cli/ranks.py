@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from drivetrain.cli import collectives, devices, network, speed
+from drivetrain.cli import collectives, network, speed
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import LAUNCH_CURE, Launch, first_line
 from drivetrain.processes import machine
@@ -56,7 +56,8 @@ class Meeting:
             "versions": dict(versions),
             "cores": speed.cores(),
             "machine": machine(),
-            **_measure(),
+            "flops_per_s": speed.flops_per_s(),
+            "gpu": speed.own_gpu(),
             "wrong": [finding.as_dict() for finding in own if finding.status in ("FAIL", "WARN")],
         }
         try:
@@ -107,8 +108,7 @@ class Meeting:
         cards = self._collect(store)
         missing = [rank for rank in range(world_size) if rank not in cards]
         findings = [*own, *_wrong_elsewhere(cards, own)]
-        crowds = speed.crowds(*_machines_and_cores(cards))
-        store.set("crowds", json.dumps(crowds))
+        store.set("crowds", json.dumps(speed.crowds(*_machines_and_cores(cards))))
         store.set("complete", "no" if missing else "yes")
         if missing:
             text = f"missing after {self._timeout_s:g} s: {_ranks(missing)} of {world_size}"
@@ -123,18 +123,14 @@ class Meeting:
                 hosts,
                 {rank: card["cores"] for rank, card in cards.items()},
             )
-            findings += devices.judge({rank: card["device"] for rank, card in cards.items()}, hosts)
-            probed, slowest_link = self._probe(store)
-            if crowds:  # Ranks without a core of their own reach no link's bandwidth together.
-                slowest_link = None
-            findings += probed
-            findings.append(self._all_reduce(store, hosts, slowest_link, collectives.GLOO))
+            findings += self._probe(store)
+            findings.append(self._all_reduce(store, hosts, collectives.GLOO))
             why_not = _why_no_nccl(cards)
             store.set("nccl", "no" if why_not else "yes")
             if why_not:
                 findings.append(not_applicable(collectives.NCCL.check, f"NCCL cannot run here: {why_not}"))
             else:
-                findings.append(self._all_reduce(store, hosts, slowest_link, collectives.NCCL))
+                findings.append(self._all_reduce(store, hosts, collectives.NCCL))
         findings += _duplicates(store, cards)
         show(findings)
         store.set("shown", "yes")
@@ -181,16 +177,17 @@ class Meeting:
         while number < _LOOKS:
             rank = speed.slow_rank(_speeds(cards))
             if rank is None or rank in seen:
-                rank = devices.slow_rank({rank: card["device"] for rank, card in cards.items()})
-            if rank is None or rank in seen:
                 break
             seen.add(rank)
             store.set(f"again/{number}", str(rank))
             if rank == self._launch.rank:
                 sleep(_SETTLE_S)
-                _keep_better(cards[rank], _measure())
+                again = speed.flops_per_s()
             elif self._wait(store, [f"again/{number}/measured"]):
-                _keep_better(cards[rank], json.loads(store.get(f"again/{number}/measured")))
+                again = float(store.get(f"again/{number}/measured"))
+            else:
+                again = 0.0
+            cards[rank]["flops_per_s"] = max(cards[rank]["flops_per_s"], again)
             number += 1
         store.set(f"again/{number}", "")
 
@@ -204,21 +201,20 @@ class Meeting:
                 return
             if int(rank) == self._launch.rank:
                 sleep(_SETTLE_S)
-                store.set(f"again/{number}/measured", json.dumps(_measure()))
+                store.set(f"again/{number}/measured", str(speed.flops_per_s()))
 
-    def _probe(self, store: Store) -> tuple[list[Finding], float | None]:
+    def _probe(self, store: Store) -> list[Finding]:
         """Tests the connections to other ranks.
 
         Returns:
-            On rank 0 the findings on all ranks' figures, and the bytes per second of the slowest link between hosts, if
-            any. The other ranks get neither.
+            On rank 0 the findings on all ranks' figures; on the other ranks none.
         """
         ranks = range(self._launch.world_size)
         with network.Listener(self._launch.master_addr) as listener:
             store.set(f"address/{self._launch.rank}", json.dumps(asdict(listener.address)))
             if not self._wait(store, [f"address/{rank}" for rank in ranks]):
                 text = f"a rank has not opened its port after {self._timeout_s:g} s"
-                return [fail("network", text, LAUNCH_CURE)], None
+                return [fail("network", text, LAUNCH_CURE)]
             addresses = [network.Address(**json.loads(store.get(f"address/{rank}"))) for rank in ranks]
             probes = network.probe_peers(self._launch.rank, addresses)
             crowd = self._crowd(store)
@@ -229,13 +225,13 @@ class Meeting:
             # A listener must outlive the other ranks' probes. The last turn may begin one timeout after this rank's.
             self._wait(store, keys, 2 * self._timeout_s)
             if self._launch.rank != 0:
-                return [], None
+                return []
             found = {
                 rank: [network.Probe(**probe) for probe in json.loads(store.get(f"probes/{rank}"))]
                 for rank in ranks
                 if store.check([f"probes/{rank}"])
             }
-        return network.judge(addresses, found), network.slowest_between_hosts(addresses, found)
+        return network.judge(addresses, found)
 
     def _crowd(self, store: Store) -> list[int]:
         """Returns the ranks of this rank's machine if it has too few cores for them; none otherwise."""
@@ -249,9 +245,7 @@ class Meeting:
         before = crowd[: crowd.index(self._launch.rank)] if crowd else []
         return not before or self._wait(store, [f"probes/{before[-1]}"])
 
-    def _all_reduce(
-        self, store: Store, hosts: Sequence[str], slowest_link: float | None, backend: collectives.Backend
-    ) -> Finding:
+    def _all_reduce(self, store: Store, hosts: Sequence[str], backend: collectives.Backend) -> Finding:
         """Sums between all ranks. If that fails, rank 0 searches for the host that breaks it."""
         store = PrefixStore(backend.name, store)
         self._sum(store, backend)
@@ -262,7 +256,7 @@ class Meeting:
             for rank in ranks
             if store.check([f"sum/{rank}"])
         }
-        finding = collectives.judge(outcomes, self._launch.world_size, slowest_link, backend)
+        finding = collectives.judge(outcomes, self._launch.world_size, backend)
         store.set("search", "yes" if finding.status == "FAIL" else "no")
         if finding.status != "FAIL":
             return finding
@@ -280,8 +274,8 @@ class Meeting:
 
     def _sum(self, store: Store, backend: collectives.Backend) -> None:
         launch, prefix = self._launch, PrefixStore("group", store)
-        outcome = collectives.reduce_by_size(
-            prefix, launch.rank, launch.world_size, backend.sizes, self._timeout_s, backend
+        outcome = collectives.sum_up(
+            prefix, launch.rank, launch.world_size, collectives.SIZES, self._timeout_s, backend
         )
         with suppress(RuntimeError):  # the store has ended
             store.set(f"sum/{launch.rank}", json.dumps(asdict(outcome)))
@@ -289,7 +283,7 @@ class Meeting:
 
 def _why_no_nccl(cards: _Cards) -> str:
     """Returns why the ranks cannot sum over NCCL; "": they can."""
-    without = [rank for rank in sorted(cards) if cards[rank]["device"] is None]
+    without = [rank for rank in sorted(cards) if not cards[rank]["gpu"]]
     if without:
         return (
             f"{_ranks(without)} of {len(cards)} has no GPU" if len(without) == 1 else f"{_ranks(without)} have no GPU"
@@ -310,21 +304,6 @@ def _machines_and_cores(cards: _Cards) -> tuple[dict[int, str], dict[int, list[i
     return {rank: card["machine"] for rank, card in cards.items()}, {
         rank: card["cores"] for rank, card in cards.items()
     }
-
-
-def _measure() -> dict[str, Any]:
-    rates = devices.measure()
-    return {
-        "flops_per_s": speed.flops_per_s(),
-        "device": rates,
-        "gpu": "" if rates is None else str(devices.own_gpu()),
-    }
-
-
-def _keep_better(card: dict[str, Any], again: Mapping[str, Any]) -> None:
-    card["flops_per_s"] = max(card["flops_per_s"], again["flops_per_s"])
-    if card["device"] is not None and again["device"] is not None:
-        card["device"] = {what: max(rate, again["device"][what]) for what, rate in card["device"].items()}
 
 
 def _poll(condition: Callable[[], bool], seconds: float) -> bool:

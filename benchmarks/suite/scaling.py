@@ -161,8 +161,8 @@ def run(key: str, tokens: int, points_file: Path, json_file: Path | None) -> int
     for engine, (link, errors) in fits.items():
         title = f"{engine}, fitted: hop {1e6 * link.latency:.1f} us, {link.bandwidth / 1e9:.2f} GB/s"
         table = Table("bytes left out of the fit", "median error", "gate", title=title, title_justify="left")
-        for size, error in errors.items():
-            table.add_row(str(size), f"{error:.1%}", "met" if error <= GATE else "missed")
+        for size, off in errors.items():
+            table.add_row(str(size), f"{off:.1%}", "met" if off <= GATE else "missed")
         console.print(table)
     if json_file is not None:
         errors_of = {engine: {"link": asdict(link), "left_out": errors} for engine, (link, errors) in fits.items()}

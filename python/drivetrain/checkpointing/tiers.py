@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..processes import machine
 from . import survivors
 from .preemption.agreement import Ranks
 from .preemption.interval import seconds_of
@@ -153,7 +153,7 @@ class Tiers:
         refused = refusal(store.directory, self._ranks.rank == 0)
         self._raise_together(None if refused is None else CheckpointError(refused))
         if self._ram is not None:
-            host = int(hashlib.sha256(_host().encode()).hexdigest()[:15], 16)
+            host = int(hashlib.sha256(machine().encode()).hexdigest()[:15], 16)
             lowest, highest = self._ranks.agree(host)
             if lowest != highest:
                 raise ValueError(
@@ -169,8 +169,10 @@ class Tiers:
             store.continue_numbers_of(path)
         if self._ranks.rank == 0:
             _warn_of_closed_memory(store.directory)
-            for remote in self._remotes:
-                self._uploaders.append(_uploader(remote, self._write_status))
+            for one in self._remotes:
+                self._uploaders.append(
+                    Uploader(one.url, one.options, one.keep, one.attempts, one.reads_back, self._write_status)
+                )
             self._submitted_at = [float("-inf")] * len(self._uploaders)
             store.follow(self)
             if self._ram_store is not None or self._uploaders:
@@ -468,22 +470,3 @@ def _fetched(remote: RemoteDirectory, name: str, directory: Path) -> str | None:
     except OSError as error:
         raise CheckpointError(f"{remote.url}/{name} was not written to {directory}: {error}") from error
     return None
-
-
-def _uploader(remote: Remote, changed: Callable[[], None]) -> Uploader:
-    return Uploader(
-        lambda attempt: RemoteDirectory(remote.url, remote.options, attempt),
-        remote.url,
-        remote.keep,
-        remote.attempts,
-        remote.reads_back,
-        changed,
-    )
-
-
-def _host() -> str:
-    """Returns a name that no other running host has, even where containers share host names."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return socket.gethostname()

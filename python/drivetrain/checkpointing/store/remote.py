@@ -102,16 +102,15 @@ class RemoteDirectory:
         disk.sync_folder(temporary)
         return temporary
 
-    def remove_old(self, keep: int | None) -> list[str]:
-        """Removes all but the newest `keep` complete checkpoints, and uploads that older runs left. Returns names."""
+    def remove_old(self, keep: int | None) -> None:
+        """Removes all but the newest `keep` complete checkpoints, and uploads that older runs left."""
         complete = list(self.manifests())
         if not complete:
-            return []
+            return
         old = complete[:-keep] if keep is not None else []
         incomplete = [name for name in self._names() if name not in complete]
         for name in [*old, *incomplete]:
             self.remove(name)
-        return [*old, *incomplete]
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, its manifest first. Keeps files that no checkpoint has."""

@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +42,7 @@ class Uploader:
     Its thread ends with the process, as a remote may never answer.
 
     Args:
-        remote: Makes the remote directory; given a function that repeats calls.
-        url: The URL, for messages.
+        url, options: The URL, and arguments of its file system's class: see `RemoteDirectory`.
         keep: Number of checkpoints to keep there; None keeps all.
         attempts: Number of calls that fail before the upload is given up.
         reads_back: Reads each file back to compare its checksums.
@@ -52,8 +51,8 @@ class Uploader:
 
     def __init__(
         self,
-        remote: Callable[[Callable[[str, Callable[[], Any]], Any]], RemoteDirectory],
         url: str,
+        options: Mapping[str, Any],
         keep: int | None,
         attempts: int,
         reads_back: bool,
@@ -69,7 +68,7 @@ class Uploader:
         self._error: str | None = None
         self._failed: list[int] = []
         self._thread: threading.Thread | None = None
-        self.remote = remote(self._attempt)
+        self.remote = RemoteDirectory(url, options, self._attempt)
 
     def submit(self, folder: Path) -> None:
         """Uploads a complete checkpoint as soon as the one in progress has ended."""

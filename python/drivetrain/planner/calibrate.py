@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -11,7 +10,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -44,14 +43,12 @@ class Calibration:
     Attributes:
         seconds: Time of a call.
         workspaces: The most bytes that a call holds at a time, results included; 0: no more than these.
-        share: The share of the step's predicted time that is measured.
         figures: Measured figures of the device: "peak", "memory_bandwidth", "launch_s" and "call_s".
         correction: The ratio of measured to predicted times of the model's steps.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
     workspaces: dict[int, int] = field(default_factory=dict)
-    share: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
     correction: float = 1.0
 
@@ -71,8 +68,8 @@ def cache_path() -> Path:
 def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Path | None = None) -> Calibration:
     """Measures the operations of a trace alone, the most expensive first, and then in the order of the step.
 
-    The times measured in the order of the step count. If the step does not fit this machine's free memory or the time
-    limit, the operations are measured alone a second time. The shorter time of each then counts.
+    The times measured in the order of the step count, unless the step does not fit this machine's free memory or the
+    time limit.
 
     Args:
         trace: The steps.
@@ -90,57 +87,33 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
     kept = _read(cache)
     if "figures" not in kept:
         kept["figures"] = _figures()
-    begin = time.monotonic()
-    deadline = begin + seconds
+    deadline = time.monotonic() + seconds
     found = Calibration(figures=kept["figures"])
     measured: dict[str, list[float]] = kept.setdefault("ops", {})
-    predicted = _predicted(trace, found.device(device))
-    whole = sum(predicted.values())
-    order = sorted(predicted, key=lambda index: -predicted[index])
-    keys = {signature: _key(trace.signatures[signature]) for signature in order}
-    missing = [signature for signature in order if keys[signature] not in measured]
-    _measure_alone(trace, missing, keys, measured, begin + seconds / 2)
+    predicted: dict[int, float] = {}
+    for op in trace.last_step():
+        if op.signature >= 0:
+            seconds_of_op = op_seconds(op, found.device(device), {})
+            predicted[op.signature] = predicted.get(op.signature, 0.0) + seconds_of_op
+    keys = {signature: _key(trace.signatures[signature]) for signature in predicted}
+    half = deadline - seconds / 2  # the rest is for the step as a whole
+    for signature in sorted(predicted, key=lambda index: -predicted[index]):
+        if keys[signature] not in measured and time.monotonic() <= half:
+            measured[keys[signature]] = list(_measure(trace.signatures[signature]) or ())
     in_steps: dict[str, dict[str, float]] = kept.setdefault("steps", {})
     step = _step_key(trace, keys)
-    if step not in in_steps and (in_place := _replayed(trace, whole, deadline)):
+    fits = replay_bytes(trace) <= _REPLAY_SHARE * host_memory().usable
+    is_short = sum(predicted.values()) <= deadline - time.monotonic()
+    if step not in in_steps and fits and is_short and (in_place := replayed_seconds(trace, deadline)):
         in_steps[step] = {keys[signature]: of_call for signature, of_call in in_place.items()}
-    if step not in in_steps:
-        # Other programs disturb all runs of an operation, but seldom a second pass as well.
-        _measure_alone(trace, missing, keys, measured, deadline)
-    reached = 0.0
-    for signature in order:
+    for signature in predicted:
         if of_op := measured.get(keys[signature]):
             found.seconds[signature], found.workspaces[signature] = of_op[0], int(of_op[1])
         if keys[signature] in in_steps.get(step, {}):
             found.seconds[signature] = in_steps[step][keys[signature]]
-        if signature in found.seconds:
-            reached += predicted[signature]
-    found.share = reached / whole if whole else 1.0
     if cache is not None:
         _write(cache, kept)
     return found
-
-
-def _measure_alone(
-    trace: StepTrace, order: Iterable[int], keys: dict[int, str], measured: dict[str, list[float]], deadline: float
-) -> None:
-    """Adds the shortest seconds and the largest workspace of each operation to `measured`, until the deadline."""
-    for signature in order:
-        if time.monotonic() > deadline:
-            break
-        result = _measure(trace.signatures[signature])
-        if result is None:
-            measured[keys[signature]] = []
-        else:
-            before = measured.get(keys[signature]) or list(result)
-            measured[keys[signature]] = [min(before[0], result[0]), max(before[1], result[1])]
-
-
-def _replayed(trace: StepTrace, predicted_s: float, deadline: float) -> dict[int, float]:
-    """Returns the seconds of a call in the order of the step; none if the step is too large for it."""
-    if predicted_s > deadline - time.monotonic() or replay_bytes(trace) > _REPLAY_SHARE * host_memory().usable:
-        return {}
-    return replayed_seconds(trace, deadline)
 
 
 def _step_key(trace: StepTrace, keys: dict[int, str]) -> str:
@@ -167,14 +140,6 @@ def _write(cache: Path, kept: dict[str, Any]) -> None:
     draft.replace(cache)
 
 
-def _predicted(trace: StepTrace, device: Device) -> dict[int, float]:
-    predicted: dict[int, float] = {}
-    for op in trace.last_step():
-        if op.signature >= 0:
-            predicted[op.signature] = predicted.get(op.signature, 0.0) + op_seconds(op, device, {})
-    return predicted
-
-
 def _key(signature: Signature) -> str:
     return hashlib.sha256(f"{signature.op}{signature.arguments}".encode()).hexdigest()[:24]
 
@@ -184,7 +149,11 @@ def _measure(signature: Signature) -> tuple[float, int] | None:
     if signature.op._schema.name in UNSAFE:
         return None
     specs = [argument for argument in signature.arguments if isinstance(argument, TensorSpec)]
-    num_bytes = sum(_bytes_of(spec) for spec in specs)
+    num_bytes = sum(
+        spec.dtype.itemsize
+        * math.prod(size if stride else 1 for size, stride in zip(spec.shape, spec.stride, strict=True))
+        for spec in specs
+    )
     copies = max(1, min(_MAX_COPIES, _COLD_BYTES // max(1, num_bytes)))
     try:
         with torch.no_grad():
@@ -200,13 +169,6 @@ def _measure(signature: Signature) -> tuple[float, int] | None:
     except CALL_ERRORS:
         return None  # the roofline counts instead
     return statistics.median(times), held
-
-
-def _bytes_of(spec: TensorSpec) -> int:
-    numel = 1
-    for size, stride in zip(spec.shape, spec.stride, strict=True):
-        numel *= size if stride else 1
-    return numel * int(spec.dtype.itemsize)
 
 
 def _figures() -> dict[str, Any]:
@@ -290,8 +252,3 @@ def fingerprint(trace: StepTrace) -> str:
     calls = Counter((op.name, op.dtype) for op in trace.last_step())  # autocast and checkpoints change them
     facts = (parameters, sorted(calls.items()))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def with_correction(plan_time: Any, ratio: float) -> Any:
-    """Returns the times with a factor from measured steps."""
-    return dataclasses.replace(plan_time, correction=ratio)

@@ -11,7 +11,7 @@ from typing import Any
 from ..notebook import html_table
 from ..optim.report import lines_about_kept
 from . import questions
-from .calibrate import Calibration, cache_path, calibrate, corrected, fingerprint, with_correction
+from .calibrate import Calibration, cache_path, calibrate, corrected, fingerprint
 from .cost import Price, Run, price_run
 from .devices import Device
 from .formats import kept_32_bits, state_bytes, with_states
@@ -93,7 +93,7 @@ class Plan:
             recomputation = recompute_within(trace, plain.op_seconds, options.budget)
             plain = plan_time(trace, device, options, batch or 0, measured, recomputation.seconds)
         if calibration is not None:
-            plain = with_correction(plain, calibration.correction)
+            plain.correction = calibration.correction
         workspaces = cpu_workspaces(trace) if device.kind == "cpu" else {}
         if calibration is not None:
             workspaces |= calibration.workspaces

@@ -161,15 +161,6 @@ void BucketQueue::drain() const {
   for (const State& state : states_) ddp::drain(state.reduce.get());
 }
 
-std::optional<double> BucketQueue::square_sum() const {
-  std::optional<double> sum = 0;
-  for (const State& state : states_) {
-    const std::optional<double> of_bucket = state.reduce ? state.reduce->square_sum() : std::nullopt;
-    sum = sum && of_bucket ? std::optional(*sum + *of_bucket) : std::nullopt;
-  }
-  return sum;
-}
-
 // ---- Communication hooks.
 
 void BucketQueue::take_hook_results() {

@@ -8,7 +8,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -83,8 +82,6 @@ class BucketQueue {
   // Returns the error that on_reduced threw in this step. It is raised once backward has reduced everything, as other
   // ranks wait for that.
   std::exception_ptr take_hand_over_error() { return std::exchange(hand_over_error_, nullptr); }
-  // Returns the sum of squares of all reduced values, where the transport computed it.
-  std::optional<double> square_sum() const;
 
   // Returns true if this rank uses no parameter of the bucket and such buckets are not reduced.
   bool is_skipped(size_t bucket) const;

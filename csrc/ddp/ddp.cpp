@@ -29,13 +29,13 @@ namespace {
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<std::string> names,
                                       std::shared_ptr<Comm> comm, std::vector<int64_t> bucket_caps,
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
-                                      int64_t check_replicas_every, NamedTensors frozen, bool shares_norm,
-                                      bool plan_from_measurement, std::string wrapper, bool gradients_stay_views) {
+                                      int64_t check_replicas_every, NamedTensors frozen, bool plan_from_measurement,
+                                      std::string wrapper, bool gradients_stay_views) {
   const py::gil_scoped_release no_gil;
-  std::shared_ptr<Reducer> reducer = Reducer::make(
-      std::move(params), std::move(names), std::move(comm),
-      {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every,
-       shares_norm, plan_from_measurement, std::move(wrapper), gradients_stay_views});
+  std::shared_ptr<Reducer> reducer =
+      Reducer::make(std::move(params), std::move(names), std::move(comm),
+                    {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse),
+                     check_replicas_every, plan_from_measurement, std::move(wrapper), gradients_stay_views});
   reducer->with_parts([&](ReducerParts& parts) { parts.frozen = std::move(frozen); });
   return reducer;
 }
@@ -297,8 +297,8 @@ void register_reducer(py::module_& m) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
-           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("shares_norm"), py::arg("plan_from_measurement"),
-           py::arg("wrapper"), py::arg("gradients_stay_views"))
+           py::arg("check_replicas_every"), py::arg("frozen"), py::arg("plan_from_measurement"), py::arg("wrapper"),
+           py::arg("gradients_stay_views"))
       // The phases of a step.
       .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())

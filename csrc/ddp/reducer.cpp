@@ -212,10 +212,6 @@ void Reducer::begin_backward() {
   parts_.rebuild_buckets();
   for (const auto& [device, memory] : parts_.buffer.memory()) parts_.streams.note(memory.device());
   parts_.phase = StepPhase::kRunning;
-  if (parts_.norm) {
-    parts_.norm->forget();
-    parts_.norm_is_due = parts_.collectives.comm().want_square_sums(parts_.norm->is_wanted());
-  }
   parts_.planner.begin_step();
   parts_.now.buckets_reduced = 0;
   parts_.now.exposed = 0;
@@ -331,11 +327,7 @@ void Reducer::finalize() {
   parts_.hand_back_gradients();
   if (parts_.used.graph() == Graph::kStaticUnknown) parts_.used.set_graph(Graph::kStaticKnown);
   parts_.queue.hand_over_rest();
-  if (drops_gradients) {
-    parts_.drop_gradients();
-  } else {
-    parts_.share_norm();
-  }
+  if (drops_gradients) parts_.drop_gradients();
   parts_.used.end_step();
   parts_.weights.forget_weights();
   if (parts_.uneven.is_joining()) parts_.planner.miss_times();

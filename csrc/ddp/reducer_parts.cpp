@@ -49,8 +49,7 @@ ReducerParts::ReducerParts(std::vector<at::Tensor> tensors, std::vector<std::str
       uneven(*this),
       queue({params, buffer, gradients, streams, collectives, used, check, now, options.skip_unused_buckets}),
       planner(params, buffer, streams, collectives, {options.bucket_caps, options.plan_from_measurement}),
-      claims(params),
-      norm(options.shares_norm ? grad::ReducedNorm::make() : nullptr) {
+      claims(params) {
   const auto end_hooked_step = [this] {
     if (!queue.has_hook()) return false;
     drain();  // the other ranks go on, so that the rest ends
@@ -302,20 +301,6 @@ void ReducerParts::promise_collectives() {
   if (replicas.is_due()) purposes.emplace_back(Purpose::kReplicas, 0);
   if (check.is_due()) purposes.emplace_back(Purpose::kGradientCheck, 0);
   collectives.promise(purposes);
-}
-
-void ReducerParts::share_norm() {
-  if (!norm || !norm_is_due || weights.has_weight() || queue.scaling().as_sum || queue.has_hook()) return;
-  if (optimizer_in_backward || buffer.settings.low_precision.has_value() || gradients.store().is_context()) return;
-  grad::Gradients found;
-  found.reserve(params.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    const at::Tensor& grad = params[i].tensor.grad();
-    const bool is_untouched = gradients[i].without_grad && gradients[i].untouched.defined();
-    if (params[i].sparse || gradients[i].delegated || is_untouched || !grad.is_same(buffer.region(i).view)) return;
-    found.push_back(grad.unsafeGetTensorImpl());
-  }
-  norm->publish(std::move(found), queue.square_sum());
 }
 
 void ReducerParts::mark_end() {

@@ -27,7 +27,6 @@
 #include "ddp/uneven_inputs.h"
 #include "ddp/used_parameters.h"
 #include "ddp/weighted_mean.h"
-#include "grad/reduced_norm.h"
 
 namespace drivetrain::ddp {
 
@@ -37,7 +36,6 @@ struct ReducerOptions {
   bool skip_unused_buckets = false;    // those whose parameters are all unused; every rank must leave out the same ones
   std::vector<bool> sparse;            // per parameter: it gets sparse gradients
   int64_t check_replicas_every = 0;    // synchronized steps between two comparisons of the parameters; 0: never
-  bool shares_norm = false;            // optimizers may use the norm that a reduction finds
   bool plan_from_measurement = false;  // only on one device, without sparse gradients, and the same on every rank
   std::string wrapper;                 // names the wrapper in messages of processes that have several
   bool gradients_stay_views = false;   // tensors kept over a `.grad` show the parameter's next gradient as well
@@ -81,14 +79,12 @@ struct ReducerParts {
   BucketPlanner planner;
   ParameterClaims claims;
   LastError errors;
-  const std::shared_ptr<grad::ReducedNorm> norm;  // null: not shared
 
   StepPhase phase = StepPhase::kIdle;
   NamedTensors frozen;  // the module's other parameters, as long as they require no gradient
   AnnouncedBackward announced;
   BackwardKind kind = BackwardKind::kPrepared;  // of the current step
   int forwards = 0;                             // prepared since the last synchronized backward
-  bool norm_is_due = false;                     // the transport computes sums of squares
   bool has_begun = false;                       // a synchronized forward or backward has begun
   bool optimizer_in_backward = false;  // the communication hook steps parameters, and keeps or drops their gradients
   std::vector<std::function<void()>> end_callbacks;
@@ -151,8 +147,6 @@ struct ReducerParts {
   Purpose bucket_purpose() const;
   // Lets hosts agree on the collectives of the step that begins.
   void promise_collectives();
-  // Publishes the norm where `.grad` is what the transport left, and nothing else, for every parameter.
-  void share_norm();
   // Marks the end of the step for the watchdog, on a device by an event.
   void mark_end();
 };

@@ -17,7 +17,6 @@
 #include "base/parallel.h"
 #include "grad/deferral.h"
 #include "grad/norm.h"
-#include "grad/reduced_norm.h"
 #include "optim/adafactor.h"
 #include "optim/grad_scaling.h"
 #include "optim/hypers.h"
@@ -97,13 +96,8 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
   }
 }
 
-// Sums the squares of all gradients of the step. Uses the sum of drivetrain's DistributedDataParallel if it has just
-// written the gradients.
+// Sums the squares of all gradients of the step.
 double sum_of_squares(const StepReader& read) {
-  grad::Gradients written;
-  written.reserve(read.written.size());
-  for (const Written& each : read.written) written.push_back(each.grad);
-  if (const std::optional<double> known = grad::known_sum_of_squares(written)) return *known;
   std::vector<grad::Gradient> gradients;
   for (const Batch& batch : read.batches) {
     DT_INVARIANT(batch.params.empty() || batch.device.is_cpu());

@@ -328,7 +328,6 @@ class Reducer:
         sparse: Sequence[bool],
         check_replicas_every: int,
         frozen: Sequence[tuple[str, nn.Parameter]],
-        shares_norm: bool,
         plan_from_measurement: bool,
         wrapper: str,
         gradients_stay_views: bool,

@@ -441,7 +441,7 @@ def refusals(transport: str) -> None:
     ):
         with pytest.raises(error, match=message):
             DDP(mlp(), transport=transport, expert_groups=wrong)
-    for name, value in (("shard", "optimizer"), ("check_gradients", "skip"), ("reuse_norm", True)):
+    for name, value in (("shard", "optimizer"), ("check_gradients", "skip")):
         with pytest.raises(NotImplementedError, match=name):
             DDP(mlp(), transport=transport, expert_groups={"2.*": world}, **{name: value})
     if rank < 2:

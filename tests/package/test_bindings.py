@@ -98,7 +98,6 @@ def make_reducer(model: nn.Module, comm: _C.Comm) -> _C.Reducer:
         sparse=[False] * len(params),
         check_replicas_every=0,
         frozen=[],
-        shares_norm=False,
         plan_from_measurement=False,
         wrapper="stress",
         gradients_stay_views=False,

@@ -35,9 +35,6 @@ struct SumJob {
   int64_t begin;
   int64_t end;
   double scale;
-  // Null, or receives the sum of the squares of the written floats, in double. The order of summation depends on the
-  // range alone.
-  double* square_sum = nullptr;
 };
 
 // Runs the kernel of the chosen instruction set. Every instruction set gives the same bits.

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "ddp/transport/rank_sum.h"
-#include "formats/square_sum_cpu.h"
 #include "formats/tile_cpu.h"
 
 namespace drivetrain::ddp::DRIVETRAIN_ISA {
@@ -33,7 +32,6 @@ void sum_floats(const SumJob& job) {
   const T scale = static_cast<T>(job.scale);
   alignas(64) T sum[kTile];
   alignas(64) T scratch[kTile];
-  formats::SquareSum squares;
   for (int64_t at = job.begin; at < job.end; at += kTile) {
     const int64_t count = job.end - at < kTile ? job.end - at : kTile;
     const auto load = [&](int input, T* into) {
@@ -57,17 +55,14 @@ void sum_floats(const SumJob& job) {
       for (int output = 0; output < job.num_outputs; ++output) {
         std::memcpy(job.outputs[output] + at * sizeof(T), sum, count * sizeof(T));
       }
-      if (job.square_sum != nullptr) squares.add(sum, count);
     } else {
       formats::store_tile(own, at, count, sum);
       const int64_t begin = at * sizeof(uint16_t);
       for (int output = 1; output < job.num_outputs; ++output) {
         std::memcpy(job.outputs[output] + begin, job.outputs[0] + begin, count * sizeof(uint16_t));
       }
-      if (job.square_sum != nullptr) squares.add(formats::load_tile<T>(own, at, count, scratch), count);
     }
   }
-  if (job.square_sum != nullptr) *job.square_sum = squares.total();
 }
 
 // Unsigned, so that an overflow wraps.

@@ -110,11 +110,6 @@ class ShmComm final : public Comm {
   // Between hosts the process group of the leaders works in the background.
   bool in_background() const override { return !exchange_ || num_local_ranks() < size(); }
 
-  bool want_square_sums(bool wanted) override {
-    wants_square_sums_ = wanted;
-    return exchange_ && num_local_ranks() == size();
-  }
-
   // Memory is rounded between hosts only, on each host's first rank.
   bool carries_errors() const override {
     return torch_->carries_errors() && (!exchange_ || num_local_ranks() < size());
@@ -200,7 +195,6 @@ class ShmComm final : public Comm {
       while (next_ < last_ && comm_.exchange_->is_done(next_)) ++next_;
       return next_ == last_ && comm_.exchange_->is_done(last_);
     }
-    std::optional<double> square_sum() override { return comm_.exchange_->take_square_sum(last_); }
     bool wait_for(std::chrono::milliseconds limit) override {
       const auto deadline = std::chrono::steady_clock::now() + limit;
       while (comm_.exchange_->wait_until(next_, deadline)) {
@@ -272,8 +266,7 @@ class ShmComm final : public Comm {
     if (flat.layout() != at::kStrided) return nullptr;  // sparse
     DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
     if (!type || !flat.is_cpu()) return nullptr;
-    const bool wants_square_sum = wants_square_sums_ && scale != 1 && exchange == Exchange::kAllReduce;
-    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale, wants_square_sum};
+    ShmExchange::Operation operation = {{}, *type, flat.numel(), scale};
     operation.exchange = exchange;
     operation.ranges = std::move(ranges);
     operation.host_ranges = std::move(host_ranges);
@@ -445,7 +438,6 @@ class ShmComm final : public Comm {
   int64_t staging_offset_ = 0;
   const std::shared_ptr<Staging> staging_state_ = std::make_shared<Staging>();
   std::vector<std::weak_ptr<SharedBuffer>> buffers_;  // exist as long as tensors in them, or operations on these
-  bool wants_square_sums_ = false;
   int64_t num_begun_ = 0;
   std::string title_;  // names its all-reduces in profiles
   bool spins_ = false;

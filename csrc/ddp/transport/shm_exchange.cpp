@@ -29,9 +29,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kLargestChunk = 128 << 10;  // fits into a core's own cache, for a few ranks
 constexpr int64_t kSmallestChunk = 16 << 10;
-constexpr uint32_t kMostSquareSums = 2048;  // chunks per operation with a sum of squares: 256 MiB
-constexpr size_t kMostKept = 4096;          // sums of squares that were not taken
-constexpr uint64_t kSlots = 64;             // operations in progress; a further one waits for the oldest
+constexpr uint64_t kSlots = 64;  // operations in progress; a further one waits for the oldest
 // The approximate cost of a wake-up. Longer spinning gains little.
 constexpr std::chrono::microseconds kSpin(100);
 // The time after which a dead rank is noticed. Other ranks wake this one at once.
@@ -66,22 +64,19 @@ struct alignas(64) RankLine {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<RankState>::is_always_lock_free);
 
-constexpr uint64_t kWantsSquareSum = uint64_t{1} << 63;
-
-// Packs the properties that must be equal on all ranks into one word. The highest bit requests a sum of squares. The
-// scale needs only one bit: it is 1 or 1 / size.
+// Packs the properties that must be equal on all ranks into one word. The scale needs only one bit: it is 1 or 1 /
+// size.
 uint64_t kind_of(const ShmExchange::Operation& operation) {
   return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.exchange) << 4 |
-         static_cast<uint64_t>(operation.type) << 1 | (operation.scale != 1 ? 1 : 0) |
-         (operation.wants_square_sum ? kWantsSquareSum : 0);
+         static_cast<uint64_t>(operation.type) << 1 | (operation.scale != 1 ? 1 : 0);
 }
 
 std::string describe_kind(uint64_t kind) {
   constexpr const char* kTypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64"};
   const auto exchange = static_cast<Exchange>(kind >> 4 & 0xf);
   const char* const result = exchange == Exchange::kGather ? "gathered values" : (kind & 1) != 0 ? "mean" : "sum";
-  return text("the ", exchange == Exchange::kReduceScatter ? "scattered " : "", result, " of ",
-              (kind & ~kWantsSquareSum) >> 8, " ", kTypes[kind >> 1 & 7]);
+  return text("the ", exchange == Exchange::kReduceScatter ? "scattered " : "", result, " of ", kind >> 8, " ",
+              kTypes[kind >> 1 & 7]);
 }
 
 void pause() { __builtin_ia32_pause(); }
@@ -98,9 +93,6 @@ struct SharedState {
                                                // costs a call
   alignas(64) std::atomic<uint64_t> shared;    // the last operation whose sum over hosts has arrived
   DoneCounts slots[kSlots];
-  // Sums of squares of each slot's chunks, if any rank wants them. Written before a chunk counts as done.
-  alignas(64) std::atomic<uint64_t> square_sums_of[kSlots];  // the operation's number
-  std::atomic<double> square_sums[kSlots][kMostSquareSums];
   // RankLine [size] follow.
 };
 
@@ -177,43 +169,10 @@ bool ShmExchange::is_complete(const Running& running) const {
 }
 
 bool ShmExchange::is_complete(uint64_t number) {
-  while (!running_.empty() && is_complete(running_.front())) {
-    keep_square_sum(running_.front());
-    running_.pop_front();
-  }
+  while (!running_.empty() && is_complete(running_.front())) running_.pop_front();
   const auto found =
       std::find_if(running_.begin(), running_.end(), [&](const Running& r) { return r.number == number; });
   return found == running_.end() || is_complete(*found);
-}
-
-// Valid while a chunk is not done: afterwards another rank's word may belong to a later operation.
-bool ShmExchange::is_square_sum_wanted(const Running& running) const {
-  if (options_.several_hosts || running.num_chunks > kMostSquareSums) return false;
-  for (int rank = 0; rank < options_.size; ++rank) {
-    const RankLine& line = line_of(block_, rank);
-    if ((line.kind[running.number % kSlots].load(std::memory_order_acquire) & kWantsSquareSum) != 0) return true;
-  }
-  return false;
-}
-
-// The sums are intact, as the slot's next operation begins only when this rank has started it as well.
-void ShmExchange::keep_square_sum(const Running& running) {
-  const uint64_t slot = running.number % kSlots;
-  if (!running.operation.wants_square_sum || block_.square_sums_of[slot].load() != running.number) return;
-  double sum = 0;
-  for (uint32_t i = 0; i < running.num_chunks; ++i) sum += block_.square_sums[slot][i].load(std::memory_order_relaxed);
-  if (square_sums_.size() == kMostKept) square_sums_.pop_front();
-  square_sums_.emplace_back(running.number, sum);
-}
-
-std::optional<double> ShmExchange::take_square_sum(uint64_t number) {
-  if (is_forked() || !is_complete(number)) return std::nullopt;
-  const auto found =
-      std::find_if(square_sums_.begin(), square_sums_.end(), [&](const auto& kept) { return kept.first == number; });
-  if (found == square_sums_.end()) return std::nullopt;
-  const double sum = found->second;
-  square_sums_.erase(found);
-  return sum;
 }
 
 uint64_t ShmExchange::published_by_all() const {
@@ -277,7 +236,7 @@ void ShmExchange::compare_kinds(const Running& running) {
   for (int rank = 0; rank < options_.size; ++rank) {
     const RankLine& line = line_of(block_, rank);
     const uint64_t theirs = line.kind[running.number % kSlots].load(std::memory_order_acquire);
-    if ((theirs & ~kWantsSquareSum) == (mine & ~kWantsSquareSum)) continue;
+    if (theirs == mine) continue;
     if (is_complete(running)) break;  // others have compared and summed; the words belong to a later operation
     fail(text("the ranks reduce different tensors: ", options_.rank_names[options_.rank], " reduces ",
               describe_kind(mine), ", but ", options_.rank_names[rank], " reduces ", describe_kind(theirs),
@@ -303,15 +262,8 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
   }
   if (stage == kSum) {
     const int num_outputs = sums_for_link ? 1 : options_.size;
-    const bool adds_squares = is_square_sum_wanted(running);
-    double square_sum = 0;
-    sum_range({operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale,
-               adds_squares ? &square_sum : nullptr});
-    if (adds_squares) {
-      const uint64_t slot = running.number % kSlots;
-      block_.square_sums_of[slot].store(running.number);
-      block_.square_sums[slot][chunk].store(square_sum, std::memory_order_relaxed);
-    }
+    sum_range(
+        {operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale});
     return;
   }
   for (int rank = 1; rank < options_.size; ++rank) {
@@ -340,7 +292,7 @@ void ShmExchange::compute_ranges(const Operation& operation, int stage, int64_t 
     }
     if (operation.exchange == Exchange::kReduceScatter && stage == kSum) {
       sum_range({operation.type, operation.type, values, options_.size, outputs.data(),
-                 static_cast<int>(outputs.size()), from / element, to / element, operation.scale, nullptr});
+                 static_cast<int>(outputs.size()), from / element, to / element, operation.scale});
       return;
     }
     const char* const source = operation.exchange == Exchange::kGather ? values[targets->rank] : values[0];

@@ -7,7 +7,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -71,7 +70,6 @@ class ShmExchange {
     ElementType type;
     int64_t numel = 0;
     double scale = 1;
-    bool wants_square_sum = false;           // only for floats within one host
     std::shared_ptr<void> memory = nullptr;  // keeps the values mapped while this rank takes part
     Residency* residency = nullptr;          // of the other ranks' values; null: not tracked
     int64_t offset = 0;                      // bytes from the start of the residency's memory
@@ -98,9 +96,6 @@ class ShmExchange {
   bool wait_until(uint64_t number, std::chrono::steady_clock::time_point deadline);
   // Returns true if wait() would end at once.
   bool is_done(uint64_t number) { return !failure_.empty() || is_forked() || is_complete(number); }
-  // Returns the sum of squares of a complete result, once, if this rank wanted it and no earlier operation is in
-  // progress. It is equal on all ranks.
-  std::optional<double> take_square_sum(uint64_t number);
 
  private:
   struct Running {
@@ -114,8 +109,6 @@ class ShmExchange {
   bool is_forked() const;
   void check_usable() const;
   bool is_complete(const Running& running) const;
-  bool is_square_sum_wanted(const Running& running) const;
-  void keep_square_sum(const Running& running);
   bool is_complete(uint64_t number);
   uint64_t published_by_all() const;
   bool work(uint32_t max_chunks);
@@ -138,12 +131,11 @@ class ShmExchange {
   uint64_t started_ = 0;
   uint64_t awaited_ = 0;  // the last operation that was waited for
   std::chrono::steady_clock::time_point awaited_since_;
-  std::deque<Running> running_;                          // operations not known to be complete, by number
-  uint64_t compared_ = 0;                                // the last operation that was compared over ranks
-  uint64_t relayed_ = 0;                                 // the last operation that the link has started
-  std::deque<uint64_t> relaying_;                        // operations that the link has started and not finished
-  std::deque<std::pair<uint64_t, double>> square_sums_;  // by operation, not taken yet
-  std::string failure_;                                  // set: every call fails
+  std::deque<Running> running_;    // operations not known to be complete, by number
+  uint64_t compared_ = 0;          // the last operation that was compared over ranks
+  uint64_t relayed_ = 0;           // the last operation that the link has started
+  std::deque<uint64_t> relaying_;  // operations that the link has started and not finished
+  std::string failure_;            // set: every call fails
 };
 
 }  // namespace drivetrain::ddp

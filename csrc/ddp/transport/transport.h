@@ -36,8 +36,6 @@ class PendingReduce {
   virtual bool is_done() = 0;
   // Returns true if the transport has held it back, so that no other rank has seen it; see Comm::flush().
   virtual bool is_held_back() const { return false; }
-  // Returns the sum of squares of a complete result, if want_square_sums() asked for it.
-  virtual std::optional<double> square_sum() { return std::nullopt; }
 };
 
 // The ranks of a process group as the whole job numbers them.
@@ -117,9 +115,6 @@ class Comm {
                                                       const std::shared_ptr<const RankRanges>& /*ranges*/) {
     return nullptr;
   }
-  // Asks for the sum of squares of the means of floats that start from now on. One rank's request holds for all.
-  // Returns false if this transport cannot compute it.
-  virtual bool want_square_sums(bool) { return false; }
   // Begins collectives that the transport has held back to begin them together. A wait for one of them does the same.
   // Every rank must call it between the same starts.
   virtual void flush() {}

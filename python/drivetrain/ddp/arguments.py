@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 _OURS_ALONE = frozenset(
     (
-        *("transport", "check_replicas_every", "report_hang_after", "wire_dtype", "reuse_norm"),
+        *("transport", "check_replicas_every", "report_hang_after", "wire_dtype"),
         *("check_gradients", "spike_factor", "shard", "shard_group", "overlap_gather", "expert_groups"),
     )
 )

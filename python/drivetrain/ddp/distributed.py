@@ -96,9 +96,6 @@ class DistributedDataParallel(ReducesOverGroups):
         wire_dtype: torch.bfloat16, torch.float8_e5m2 or its name: float32 and complex64 gradients travel between hosts
             in that dtype and are summed in float32. Every rank gets the same bits. float8 adds what it rounds off to
             the next step's gradients. Requires gloo on the CPU and no communication hook.
-        reuse_norm: Sums the squares of gradients during the reduction, so that clipping reads no gradient. Only for
-            shared memory within a host. Writes to `.grad` through `.data` or `.numpy()` are seen only where they change
-            one of 16 sampled elements of a gradient. Set it to True for scripts that make none.
         check_gradients: "raise" or "skip": checks each bucket before its reduction for nan and inf. Every rank raises
             an error that names rank and parameter, or leaves each `.grad` None, which makes optimizers do nothing.
         spike_factor: With check_gradients, also finds a bucket whose norm exceeds the median of its last 32 norms by
@@ -155,7 +152,6 @@ class DistributedDataParallel(ReducesOverGroups):
         check_replicas_every: int = 0,
         report_hang_after: float | None = None,
         wire_dtype: torch.dtype | str | None = None,
-        reuse_norm: bool = False,
         check_gradients: str | None = None,
         spike_factor: float = 0.0,
         shard: str | None = None,
@@ -184,7 +180,6 @@ class DistributedDataParallel(ReducesOverGroups):
             check_default_group()
         self._check_replicas_every = check_replicas_every
         self._check_gradients = checked_mode(check_gradients, spike_factor)
-        self._reuse_norm = reuse_norm
         with left_out(module, parts):
             if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch refuses lazy ones itself
                 arguments = {name: given[name] for name in _SAME_EVERYWHERE}
@@ -379,7 +374,6 @@ class DistributedDataParallel(ReducesOverGroups):
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
             modules=list(self.module.named_modules()),
             report_hang_after=self.__dict__.get("_report_hang_after", hang_reports.DEFAULT_LIMIT_S),
-            shares_norm=self.__dict__.get("_reuse_norm", False),
             gradients_stay_views=bool(self.gradient_as_bucket_view),
             plan_from_measurement=not self._why_not_planned,
         )

@@ -28,7 +28,6 @@ _REFUSED = (
     "mixed_precision",
     "delay_all_reduce_named_params",
     "param_to_hook_all_reduce",
-    "reuse_norm",
     "check_gradients",
     "shard",
 )

@@ -81,7 +81,6 @@ class Reducer(_C.Reducer):
         frozen: The module's other parameters with their names. One that requires a gradient later causes a warning.
         modules: All modules with their names, for messages.
         report_hang_after: Seconds after which a wait for other ranks is reported; 0: never.
-        shares_norm: Sums the squares of gradients in the reduction once an optimizer asks for their norm.
         gradients_stay_views: Tensors that are kept over a `.grad` show the parameter's next gradient as well.
         plan_from_measurement: Chooses the buckets' sizes again once the first steps have been timed. Only for
             parameters of one device without sparse gradients.
@@ -104,7 +103,6 @@ class Reducer(_C.Reducer):
         frozen: Sequence[tuple[str, nn.Parameter]],
         modules: Sequence[tuple[str, nn.Module]],
         report_hang_after: float,
-        shares_norm: bool,
         gradients_stay_views: bool,
         plan_from_measurement: bool,
     ) -> None:
@@ -126,7 +124,6 @@ class Reducer(_C.Reducer):
             skip_unused_buckets=skip_unused_buckets,
             check_replicas_every=check_replicas_every,
             frozen=frozen,
-            shares_norm=shares_norm,
             plan_from_measurement=plan_from_measurement,
             wrapper=self._wrapper,
             gradients_stay_views=gradients_stay_views,

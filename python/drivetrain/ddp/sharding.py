@@ -58,7 +58,7 @@ def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
         )
     refused = ["mixed_precision", "delay_all_reduce_named_params"]
     if shard == "gradients":
-        refused += ["static_graph", "find_unused_parameters", "reuse_norm", "check_gradients"]
+        refused += ["static_graph", "find_unused_parameters", "check_gradients"]
     for name in refused:
         if others.get(name):
             instead = " or pass shard='optimizer'" if shard == "gradients" and refused.index(name) > 1 else ""

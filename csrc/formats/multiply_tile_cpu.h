@@ -1,7 +1,6 @@
-// Multiplies a tile of values by factors on the CPU. Needs no torch header.
+// Multiplies a tile of values by a factor on the CPU. Needs no torch header.
 #pragma once
 
-#include "formats/factors.h"
 #include "formats/tile_cpu.h"
 
 namespace drivetrain::formats {
@@ -23,15 +22,11 @@ void round_tile(Format format, T* values, int64_t count) {
   }
 }
 
-// Multiplies a tile of an array of that format. `from` and `to` are the same or apart.
+// Multiplies a tile of an array of that format, and rounds the products to it.
 template <class T>
-void multiply_tile(Format format, const Factors& factors, const T* from, T* to, int64_t count) {
-  for (int32_t i = 0; i < factors.count; ++i) {
-    const T factor = T(factors.values[i]);
-    for (int64_t k = 0; k < count; ++k) to[k] = from[k] * factor;
-    round_tile(format, to, count);
-    from = to;
-  }
+void multiply_tile(Format format, double factor, T* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] *= T(factor);
+  round_tile(format, values, count);
 }
 
 }  // namespace DRIVETRAIN_ISA

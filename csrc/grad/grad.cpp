@@ -1,22 +1,30 @@
 // Registers norms, main gradients and fused weight gradients with Python.
 #include "grad/grad.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "base/grad_accumulator.h"
 #include "base/held_function.h"
+#include "base/plain_keys.h"
 #include "base/torch_text.h"
 #include "formats/storage_torch.h"
-#include "grad/deferral.h"
 #include "grad/fuse_wgrad.h"
 #include "grad/main_grads.h"
+#include "grad/multiply.h"
 #include "grad/norm.h"
+#include "grad/torch_norm.h"
 #include "grad/weight_grad.h"
 
 namespace py = pybind11;
@@ -37,6 +45,49 @@ double sum_of_squares_of(const std::vector<at::Tensor>& tensors) {
   return sum_of_squares(gradients);
 }
 
+// Returns whether passes of native code may replace torch's operations: nothing observes these, and the gradients are
+// dense tensors of the host.
+bool are_plain(const std::vector<at::Tensor>& grads) {
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         std::all_of(grads.begin(), grads.end(), [](const at::Tensor& grad) {
+           const c10::TensorImpl& impl = *grad.unsafeGetTensorImpl();
+           return has_plain_keys(impl) && impl.device().is_cpu() && impl.layout() == c10::kStrided &&
+                  impl.has_storage() && formats::format_of(grad.scalar_type()) && !grad.is_complex() &&
+                  !grad.is_inference() && !grad.requires_grad() && impl.is_non_overlapping_and_dense();
+         });
+}
+
+// Returns the 2-norm of all gradients with torch's bits; nothing if the gradients are not plain or of several dtypes.
+std::optional<at::Tensor> clip_norm(const std::vector<at::Tensor>& grads) {
+  const auto is_as_first = [&](const at::Tensor& grad) { return grad.scalar_type() == grads.front().scalar_type(); };
+  if (grads.empty() || !are_plain(grads) || !std::all_of(grads.begin(), grads.end(), is_as_first)) return std::nullopt;
+  const at::NoGradGuard no_grad;
+  return at::linalg_vector_norm(torch_norms(grads), 2);
+}
+
+// Returns whether two gradients share memory, which torch multiplies twice.
+bool do_overlap(const std::vector<at::Tensor>& grads) {
+  std::vector<std::pair<const char*, const char*>> ranges;
+  for (const at::Tensor& grad : grads) {
+    const char* const begin = static_cast<const char*>(grad.const_data_ptr());
+    if (grad.numel() > 0) ranges.emplace_back(begin, begin + grad.nbytes());
+  }
+  std::sort(ranges.begin(), ranges.end());
+  return std::adjacent_find(ranges.begin(), ranges.end(),
+                            [](const auto& a, const auto& b) { return b.first < a.second; }) != ranges.end();
+}
+
+// Multiplies gradients in place, which increments no version, and returns whether all were finite before. Returns
+// nothing, and does nothing, if they are not plain or share memory.
+std::optional<bool> multiply_gradients(const std::vector<at::Tensor>& grads, double factor) {
+  if (!are_plain(grads) || do_overlap(grads)) return std::nullopt;
+  std::vector<Gradient> gradients;
+  for (const at::Tensor& grad : grads) {
+    if (grad.numel() > 0) gradients.push_back({formats::array_of(grad), grad.numel()});
+  }
+  return multiply(gradients, factor);
+}
+
 // Wraps the Python callback was_added(index).
 std::shared_ptr<MainGrads> make_main_grads(std::vector<at::Tensor> params, std::vector<at::Tensor> main,
                                            py::function was_added) {
@@ -52,15 +103,8 @@ void register_grad(py::module_& m) {
   using no_gil = py::call_guard<py::gil_scoped_release>;  // A hook that holds its mutex never waits for the GIL.
   m.def("has_block_products", &has_block_products);
   m.def("sum_of_squares", &sum_of_squares_of, py::arg("tensors"), no_gil());
-  m.def("watch_gradients", &watch_gradients, py::arg("params"));
-  py::class_<Deferral, std::shared_ptr<Deferral>>(m, "Deferral")
-      .def("were_finite", &Deferral::were_finite, no_gil())
-      .def("set_finite", &Deferral::set_finite, no_gil());
-  m.def("defer_gradients", &Deferral::make, py::arg("params"), py::arg("inv_scale"));
-  m.def("deferrals_of", &Deferral::of, py::arg("params"), no_gil());
-  m.def("deferred_norm", &Deferral::norm, py::arg("params"), py::arg("deferrals"), no_gil());
-  m.def("multiply_deferred", &Deferral::multiply, py::arg("deferrals"), py::arg("factor"), no_gil());
-  m.def("drop_deferred", &Deferral::drop, py::arg("params"), py::arg("zeroes"));
+  m.def("clip_norm", &clip_norm, py::arg("grads"), no_gil());
+  m.def("multiply_gradients", &multiply_gradients, py::arg("grads"), py::arg("factor"), no_gil());
   // Python hooks on saved tensors may raise, as activation checkpointing's hooks do. torch's errors must keep torch's
   // types.
   m.def("fused_linear", torch::wrap_pybind_function_no_gil(&fused_linear), py::arg("input"), py::arg("weight"),

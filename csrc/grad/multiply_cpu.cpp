@@ -19,15 +19,14 @@ bool is_finite(const double* values, int64_t count) {
 }
 
 template <class T>
-bool multiply_as(const formats::TypedArray& values, int64_t begin, int64_t end, const formats::Factors& factors) {
+bool multiply_as(const formats::TypedArray& values, int64_t begin, int64_t end, double factor) {
   alignas(64) T scratch[formats::kTile];
   bool finite = true;
   for (int64_t i = begin; i < end; i += formats::kTile) {
     const int64_t count = std::min<int64_t>(end - i, formats::kTile);
     T* const tile = formats::load_tile(values, i, count, scratch);
     finite &= is_finite(tile, count);
-    if (factors.count == 0) continue;
-    formats::multiply_tile(values.format, factors, tile, tile, count);
+    formats::multiply_tile(values.format, factor, tile, count);
     formats::store_tile(values, i, count, tile);
   }
   return finite;
@@ -35,9 +34,9 @@ bool multiply_as(const formats::TypedArray& values, int64_t begin, int64_t end, 
 
 }  // namespace
 
-bool multiply_cpu(const formats::TypedArray& values, int64_t begin, int64_t end, const formats::Factors& factors) {
-  return values.format == formats::Format::kFloat64 ? multiply_as<double>(values, begin, end, factors)
-                                                    : multiply_as<float>(values, begin, end, factors);
+bool multiply_cpu(const formats::TypedArray& values, int64_t begin, int64_t end, double factor) {
+  return values.format == formats::Format::kFloat64 ? multiply_as<double>(values, begin, end, factor)
+                                                    : multiply_as<float>(values, begin, end, factor);
 }
 
 }  // namespace drivetrain::grad::DRIVETRAIN_ISA

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "formats/multiply_tile_cpu.h"
 #include "formats/tile_cpu.h"
 #include "optim/step.h"
 
@@ -19,20 +18,11 @@ struct LargestPrepared {
   uint32_t largest[kMaxStates] = {};
 };
 
-// Two factors that gradients are multiplied by, one after the other. A 1 leaves them as they are.
-template <class T>
-struct TwoFactors {
-  T first, second;
-
-  T operator*(T grad) const { return second * (first * grad); }
-};
-
 // The only loop over elements, which compiles to straight vector code for every rule. kCoded: states have 8 bits.
-// `factor` is a T or TwoFactors.
-template <class Rule, bool kCoded, class Factor, class T>
-void update_tile(const Rule& shared_rule, Factor factor, T* __restrict param, const T* __restrict grad,
-                 T* __restrict state0, T* __restrict state1, T* __restrict state2, int64_t count,
-                 LargestPrepared& prepared) {
+// `factor` multiplies gradients.
+template <class Rule, bool kCoded, class T>
+void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T* __restrict grad, T* __restrict state0,
+                 T* __restrict state1, T* __restrict state2, int64_t count, LargestPrepared& prepared) {
   const Rule rule = shared_rule;  // A local copy cannot alias the arrays.
   uint32_t largest0 = 0, largest1 = 0, largest2 = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -101,7 +91,6 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
     alignas(64) float values[kBFloat16Group], grad[kBFloat16Group], state[kMaxStates][kBFloat16Group];
     load_bfloat16(halves(param.param) + i, values, kBFloat16Group);
     load_bfloat16(halves(param.grad) + i, grad, kBFloat16Group);
-    if (job.grad_factors.count > 0) multiply_tile(param.grad.format, job.grad_factors, grad, grad, kBFloat16Group);
     for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kBFloat16Group);
     LargestPrepared prepared;
     update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], kBFloat16Group, prepared);
@@ -110,14 +99,6 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
     for (int s = 0; s < Rule::kNumStates; ++s) store_bfloat16(state[s], halves(param.state[s]) + i, kBFloat16Group);
   }
   return i;
-}
-
-// Returns the factors that update_tile() multiplies gradients by. Others multiply a tile of them before that. A step
-// with `grad_factors` leaves gradients as they are, so grad_scaling.factor is 1 then.
-template <class T>
-TwoFactors<T> factors_of(const StepJob& job, bool in_place) {
-  if (job.grad_factors.count == 0 || !in_place) return {T(job.grad_scaling.factor), T(1)};
-  return {T(job.grad_factors.values[0]), job.grad_factors.count > 1 ? T(job.grad_factors.values[1]) : T(1)};
 }
 
 // Updates elements [begin, end) of a parameter. kCoded: its states have 8 bits.
@@ -131,7 +112,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep;
   const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
   alignas(64) T scratch[2 + kMaxStates][kTile];
-  const TwoFactors<T> factors = factors_of<T>(job, in_place);
+  const T factor = T(job.grad_scaling.factor);
   if constexpr (kHasBFloat16Vectors && std::is_same_v<T, float> && !kCoded) {
     if (is_all_bfloat16(param, Rule::kNumStates)) begin = update_bfloat16(rule, job, param, begin, end);
   }
@@ -139,21 +120,12 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
     const int64_t count = end - i < tile ? end - i : tile;
     T* values = load_tile(param.param, i, count, scratch[0]);
     T* grad = load_tile(param.grad, i, count, scratch[1]);
-    if (job.grad_factors.count > 0 && !in_place) {
-      multiply_tile(param.grad.format, job.grad_factors, grad, scratch[1], count);
-      grad = scratch[1];
-    }
     T* state[kMaxStates] = {};
     for (int s = 0; s < Rule::kNumStates; ++s) {
       state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[2 + s]);
     }
     LargestPrepared prepared;
-    if constexpr (kCoded) {
-      update_tile<Rule, true>(rule, T(job.grad_scaling.factor), values, grad, state[0], state[1], state[2], count,
-                              prepared);
-    } else {
-      update_tile<Rule, false>(rule, factors, values, grad, state[0], state[1], state[2], count, prepared);
-    }
+    update_tile<Rule, kCoded>(rule, factor, values, grad, state[0], state[1], state[2], count, prepared);
     leave_grad(job.grad_scaling, param.grad, i, count, grad);
     store_tile(param.param, i, count, values, param.key);
     for (int s = 0; s < Rule::kNumStates; ++s) {

@@ -15,7 +15,6 @@
 #include "base/check.h"
 #include "base/held_function.h"
 #include "base/parallel.h"
-#include "grad/deferral.h"
 #include "grad/norm.h"
 #include "optim/adafactor.h"
 #include "optim/grad_scaling.h"
@@ -34,8 +33,7 @@ namespace drivetrain::optim {
 namespace {
 
 // Executes a step that was read and checked: counters, versions, launches. Needs no GIL. See StepJob for `on_device`.
-void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device,
-         const formats::Factors& factors, const Share& share) {
+void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device, const Share& share) {
   const bool writes_grads = on_device != nullptr || grad_scaling.after != GradAfter::kKeep;
   constexpr int64_t kGrain = 512;  // parameters per thread at least
   parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
@@ -76,7 +74,6 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
     job.rules = read.rules.data();
     job.num_rules = static_cast<int32_t>(read.rules.size());
     job.total = batch.total;
-    job.grad_factors = factors;
     if (is_shared) {
       run_shared(batch, read.written, job, share);
     } else if (batch.device.is_cuda()) {
@@ -174,23 +171,6 @@ class StepResult {
   }
 };
 
-// Returns whether the loop over elements makes the whole step, and leaves gradients as they are.
-bool can_apply_factors(const StepReader& read, const StepOptions& options) {
-  return !options.writes_grads() && std::all_of(read.batches.begin(), read.batches.end(), [](const Batch& batch) {
-    const RuleInfo& rule = *batch.rule;
-    return batch.params.empty() || (batch.device.is_cpu() && batch.copies.empty() && rule.adapt == nullptr &&
-                                    rule.kind != RuleKind::kAdafactor && rule.kind != RuleKind::kMuonMomentum);
-  });
-}
-
-// Locks the factors that gradients of the step wait for.
-std::optional<grad::FactorLock> lock_factors(const StepReader& read, const StepOptions& options) {
-  if (!read.has_deferred) return std::nullopt;
-  std::vector<const c10::TensorImpl*> params;
-  for (const Written& written : read.written) params.push_back(written.param);
-  return std::optional<grad::FactorLock>(std::in_place, params, can_apply_factors(read, options));
-}
-
 // Returns the batches whose grad scaling is computed on their device; empty if the host computes it. Throws if the
 // options need gradients on one device and they are on several.
 std::vector<const Batch*> batches_scaled_on_device(const StepReader& read, const StepOptions& options) {
@@ -216,19 +196,18 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
   for (Batch& batch : reader.batches) {
     if (batch.total > 0 && batch.device.is_cuda()) place_on_device(batch);
   }
-  const std::optional<grad::FactorLock> lock = lock_factors(reader, options);
   const GradScalingOptions asked = options.asked();
   result.measures = asked.measures;
   if (!on_device.empty()) {
     StepOptions placed = options;
     placed.move_to(on_device.front()->device);
     result.on_device = compute_grad_scaling_on_device(on_device, asked, placed.scalars());
-    run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()), {}, options.share);
+    run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()), options.share);
     return;
   }
   result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum_of_squares(reader) : 0);
   if (!result.grad_scaling.skips) {
-    run(reader, result.grad_scaling, nullptr, lock ? lock->factors() : formats::Factors(), options.share);
+    run(reader, result.grad_scaling, nullptr, options.share);
   } else if (asked.zeroes) {  // The next backward must not add to gradients that are not finite.
     for (const Written& written : reader.written) {
       at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();

@@ -111,8 +111,7 @@ void StepReader::read_other(const Entry& entry) {
   const Group& group = groups_[entry.group];
   const RuleInfo& rule = *group.rule;
   const at::Tensor& param = THPVariable_Unpack(entry.param);
-  bool is_deferred = false;
-  const at::Tensor& grad = grad::stored_grad(*param.unsafeGetTensorImpl(), is_deferred);
+  const at::Tensor& grad = param.grad();
   if (!grad.defined()) return;
   if (param.key_set().has(c10::DispatchKey::Python)) {
     has_wrappers = true;
@@ -144,7 +143,6 @@ void StepReader::read_other(const Entry& entry) {
   }
   Batch& batch = batch_for(entry, param.device(), is_double(param));
   Reading reading;
-  reading.is_deferred = is_deferred;
   reading.in_double = is_double(param);
   reading.device = param.device();
   reading.param = param.unsafeGetTensorImpl();
@@ -166,10 +164,6 @@ void StepReader::read_other(const Entry& entry) {
   if (extra_of(reading.job.param.format)) {
     const at::Tensor& extra = THPVariable_Unpack(values.extra);
     reading.job.param.extra = laid_out_as(batch, walked, extra, /*write_back=*/true).data_ptr();
-  }
-  if (is_deferred && !is_laid_out_as(walked, grad)) {
-    param.grad();  // multiplies the gradient now, because a copy would miss it
-    reading.is_deferred = false;
   }
   reading.job.grad = array_of(laid_out_as(batch, walked, grad, /*write_back=*/writes_grads_));
   for (size_t s = 0; s < rule.states.size(); ++s) {

@@ -149,7 +149,7 @@ void StepReader::read_plain(const Entry& entry, Reading& reading) const {
   if (!THPVariable_CheckExact(entry.param)) return;
   const at::Tensor& param_tensor = THPVariable_Unpack(entry.param);
   const c10::TensorImpl& param = *param_tensor.unsafeGetTensorImpl();
-  const at::Tensor& grad_tensor = grad::stored_grad(param, reading.is_deferred);
+  const at::Tensor& grad_tensor = param_tensor.grad();
   if (!grad_tensor.defined()) {
     reading.kind = Kind::kNoGradient;
     return;

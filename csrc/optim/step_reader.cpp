@@ -64,7 +64,6 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes
   missing = py::list();
   refused = py::list();
   has_wrappers = false;
-  has_deferred = false;
 }
 
 void StepReader::end() {
@@ -115,8 +114,7 @@ void StepReader::own(const Entry& entry) const {
   own_object(entry.state);
   const at::Tensor& param = THPVariable_Unpack(entry.param);
   own_tensor(param);
-  bool is_deferred = false;
-  const at::Tensor& grad = grad::stored_grad(*param.unsafeGetTensorImpl(), is_deferred);
+  const at::Tensor& grad = param.grad();
   if (!grad.defined()) return;
   own_tensor(grad);
   const StateValues values = state_values(entry);
@@ -277,7 +275,6 @@ std::string StepReader::why_together(const WrittenMemory& first, const WrittenMe
 
 void StepReader::add_job(const Entry& entry, const Reading& reading) {
   const Group& group = groups_[entry.group];
-  has_deferred |= reading.is_deferred;
   Batch& batch = batch_for(entry, reading.device, reading.in_double);
   ParamJob job = reading.job;
   for (size_t s = 0; s < group.rule->states.size(); ++s) {

@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "grad/deferral.h"
 #include "optim/batch.h"
 #include "optim/precision.h"
 #include "optim/rule_table.h"
@@ -72,7 +71,6 @@ class StepReader {
   pybind11::list
       missing;  // (parameter, index of its group, label): has a gradient, but states are missing or need conversion
   bool has_wrappers = false;  // a parameter with a gradient is a wrapper (a DTensor), so nothing was done
-  bool has_deferred = false;  // a gradient waits for factors (grad/deferral.h)
   std::vector<Batch> batches;
   std::vector<RuleArgs> rules;
   std::vector<Written> written;
@@ -126,7 +124,6 @@ class StepReader {
   struct Reading {
     Kind kind = Kind::kOther;
     bool in_double = false;
-    bool is_deferred = false;  // the gradient waits for factors
     at::Device device = at::kCPU;
     ParamJob job = {};
     double steps_done = 0;     // as known to the host

@@ -35,7 +35,7 @@ from .ddp import DistributedDataParallel  # noqa: E402
 from .ddp.accumulate import accumulate  # noqa: E402
 from .grad.fuse_wgrad import fuse_wgrad  # noqa: E402
 from .grad.main_grads import float32_grad, main_grads  # noqa: E402
-from .optim.clip_grad import clip_grad_norm_  # noqa: E402
+from .optim import clip_grad_norm_  # noqa: E402
 from .planner import plan  # noqa: E402
 from .recompute import checkpoint  # noqa: E402
 from .swap import install, uninstall  # noqa: E402

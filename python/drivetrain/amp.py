@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from . import _C
 from .optim import over_groups, sparse
 from .optim.base import FusedOptimizer
-from .optim.deferral import defer_unscaling
 from .optim.kept import in_place_of, kept_of
 from .optim.rule import rule_of
 
@@ -19,9 +20,7 @@ class GradScaler(torch.amp.GradScaler):
     each gradient once for the search and for `max_grad_norm`, and writes none. Other optimizers step as under torch's
     class. On CUDA no method waits for the device.
 
-    On the CPU, unscale_() writes no gradient either, if the optimizer is one of drivetrain.optim and nothing else
-    refers to its gradients. The next look at a `.grad` multiplies all of them, or the step does while it reads them.
-    drivetrain.optim.clip_grad_norm_ searches for infs and NaNs in its own read. Results are torch's, to the bit.
+    On the CPU, unscale_() takes one pass on all threads. Results are torch's, to the bit.
 
     Args:
         device: Device type of the gradients, such as "cuda" or "cpu".
@@ -70,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         """Steps the optimizer unless a gradient overflowed. Optimizers of drivetrain unscale in their step."""
         if not isinstance(optimizer, FusedOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        if self._goes_torchs_way(optimizer):  # before a look at gradients, which would multiply them
+        if self._goes_torchs_way(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if rule_of(type(optimizer)).step_sparse is not None and sparse.has_any(optimizer.param_groups):
             return super().step(optimizer, *args, **kwargs)
@@ -94,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Replaces the pass of unscale_() where gradients can wait for the step."""
+        """Unscales plain CPU gradients on all threads; shares the finding where ranks hold different gradients."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if over_groups.has_any(params):  # ranks hold different gradients, and must skip the same steps
             by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -103,10 +102,11 @@ class GradScaler(torch.amp.GradScaler):
             for flag in by_device.values():
                 flag.copy_(found)
             return by_device
-        if isinstance(optimizer, FusedOptimizer) and not allow_fp16:
-            flags = defer_unscaling(params, inv_scale, found_inf)
-            if flags is not None:
-                return flags  # type: ignore[return-value]  # torch needs no dict
+        grads = [param.grad for param in params if param.grad is not None]
+        if grads and inv_scale.device.type == "cpu" and all(map(_is_plain, grads)):
+            were_finite = _C.multiply_gradients(grads, float(inv_scale))
+            if were_finite is not None:
+                return {found_inf.device: found_inf if were_finite else found_inf.fill_(1.0)}
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -168,3 +168,8 @@ class GradScaler(torch.amp.GradScaler):
             state["_patience"] = None
             state["_found_inf"] = None
         return state
+
+
+def _is_plain(grad: Tensor) -> bool:
+    """Returns whether the native pass may unscale the gradient. torch's refuses float16."""
+    return type(grad) is Tensor and grad.device.type == "cpu" and grad.dtype is not torch.float16

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ddp_cases import OnRanks, assert_equal_on_ranks, errors_of_survivors
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import accumulate, amp, clip_grad_norm_, optim
-from drivetrain.optim import deferral
 
 BATCH = 8
 STEPS = 3
@@ -300,8 +299,6 @@ def clip_and_step(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
     norm = torch.tensor(0.0)
     if way == "drivetrain's function":
         norm = clip_grad_norm_(model.parameters(), MAX_NORM)
-    if way == "torch's function, replaced":
-        norm = deferral.clip_grad_norm_(model.parameters(), MAX_NORM)
     optimizer.step()
     if way == "max_grad_norm":
         assert isinstance(optimizer, optim.AdamW)
@@ -310,7 +307,7 @@ def clip_and_step(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def clips_as_one_process(transport: str) -> None:
-    for way in ("drivetrain's function", "torch's function, replaced", "max_grad_norm"):
+    for way in ("drivetrain's function", "max_grad_norm"):
         reference_model = Both()
         theirs = torch.optim.AdamW(reference_model.parameters(), lr=0.01)
         net, number = experts_of_two(transport)

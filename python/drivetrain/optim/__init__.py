@@ -14,7 +14,7 @@ from .adamax import Adamax
 from .adamw_schedule_free import AdamWScheduleFree
 from .adopt import ADOPT
 from .asgd import ASGD
-from .deferral import clip_grad_norm_
+from .clip_grad import clip_grad_norm_
 from .full_state import full_state_dict
 from .lamb import LAMB
 from .lion import Lion

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .. import _C
 from . import pieces, precision
 from .arguments import check_max_grad_norm
 from .engine import Engine
@@ -203,17 +202,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         After an error the optimizer has the groups that it had before.
         """
         Engine(self).add_group(super().add_param_group, param_group)
-
-    @_disable_dynamo
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients as torch does. It drops factors that gradients still wait for (deferral.py).
-
-        Args:
-            set_to_none: Sets gradients to None instead of zeros.
-        """
-        params = [param for group in self.param_groups for param in group["params"]]
-        if not _C.drop_deferred(params, zeroes=not set_to_none) or set_to_none:
-            super().zero_grad(set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {NAME: kept_of(self)}

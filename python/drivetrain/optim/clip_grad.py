@@ -1,17 +1,20 @@
-"""Gradient clipping by the norm: one read of the gradients, and a write only if it clips."""
+"""Gradient clipping with torch's bits: one parallel read for the norm, and a parallel write only if it clips."""
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from .. import _C
-from . import deferral, pieces
-from .clip_over_ranks import check_finite, clip_over_groups, clip_over_ranks
+from . import pieces
+from .clip_over_ranks import clip_over_groups, clip_over_ranks
 from .in_backward import is_stepped_in_backward
 from .kept import WHY_NOT_CLIPPED
 from .over_groups import has_any
 from .sharded import is_dtensor
+
+_torchs_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_  # install(optim=True) puts the function below in its place
 
 
 def clip_grad_norm_(
@@ -21,11 +24,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clips gradients as torch.nn.utils.clip_grad_norm_ does, with the 2-norm of CPU gradients in one read.
+    """Clips gradients with the bits of torch.nn.utils.clip_grad_norm_, in fewer passes over CPU gradients.
 
-    torch's function multiplies all gradients even if the factor is 1; this one leaves them alone then. It sums the norm
-    in float64 in an order that depends on sizes alone. An optimizer of drivetrain.optim clips without a write: see its
-    `max_grad_norm`. Other norms, devices and layouts use torch's function.
+    It reads the gradients once, on all threads, and writes them only if it clips; torch's function always writes. An
+    optimizer of drivetrain.optim clips without a write: see its `max_grad_norm`. Other norms, devices and layouts, and
+    gradients of several dtypes, use torch's function.
 
     For DTensors on any device the 2-norm covers all ranks' parts and counts each distinct part once. It reduces partial
     sums in `.grad`. All ranks of the mesh must call it. Plain tensors among the parameters count once, as copies that
@@ -40,7 +43,7 @@ def clip_grad_norm_(
         foreach: Passed to torch's function.
 
     Returns:
-        The norm before clipping: float32 [], or float64 for float64 gradients; a replicated DTensor for DTensors.
+        The norm before clipping: a 0-dimensional tensor as from torch's function; a replicated DTensor for DTensors.
 
     Raises:
         NotImplementedError: step_in_backward() has stepped the parameters and left no gradient to clip. Also for
@@ -50,26 +53,21 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if has_any(params):
         return clip_over_groups(params, max_norm, norm_type, error_if_nonfinite)
-    if float(norm_type) == 2.0 and _C.deferrals_of(params):
-        return deferral.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    grads = [param.grad for param in params if param.grad is not None]
-    if not grads and any(is_stepped_in_backward(param) for param in params):
-        raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
-    if float(norm_type) == 2.0 and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
-        with pieces.parts_with_gradients(params) as stand_ins:
-            return clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
-    if not grads or float(norm_type) != 2.0 or not all(map(_is_plain, grads)):
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    norm = _C.sum_of_squares(grads) ** 0.5
-    total = torch.tensor(norm, dtype=torch.promote_types(grads[0].real.dtype, torch.float32))
-    if error_if_nonfinite:
-        check_finite(total)
-    coefficient = float(max_norm) / (norm + 1e-6)
-    if not coefficient >= 1.0:
-        with torch.no_grad():
-            torch._foreach_mul_(grads, coefficient)
-    return total
-
-
-def _is_plain(grad: Tensor) -> bool:
-    return type(grad) is Tensor and grad.device.type == "cpu" and grad.layout == torch.strided and grad.is_contiguous()
+    if not torch.compiler.is_compiling() and all(isinstance(param, Tensor) for param in params):
+        grads = [param.grad for param in params if param.grad is not None]
+        if not grads and any(is_stepped_in_backward(param) for param in params):
+            raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
+        if float(norm_type) == 2.0 and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
+            with pieces.parts_with_gradients(params) as stand_ins:
+                return clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
+        if float(norm_type) == 2.0 and all(type(grad) is Tensor for grad in grads):
+            norm = _C.clip_norm(grads)
+            if norm is not None and math.isfinite(norm):
+                coefficient = float(max_norm) / (norm + 1e-6)
+                if not coefficient >= 1 and _C.multiply_gradients(grads, float(coefficient)) is None:
+                    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+                else:
+                    torch.autograd.graph.increment_version(grads)
+                return norm
+    # An empty generator gets torch's warning.
+    return _torchs_clip_grad_norm_(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)

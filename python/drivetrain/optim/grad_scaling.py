@@ -40,10 +40,8 @@ class GradScaling:
 
     def find_devices(self) -> None:
         """Determines whether all parameters share one device, once per change of the groups, because it visits each
-        one. Lets their gradients wait for factors from now on."""
-        params = self.params()
-        self.kept.can_scale_in_step = len({param.device for param in params}) <= 1
-        _C.watch_gradients([param for param in params if isinstance(param, Tensor)])
+        one."""
+        self.kept.can_scale_in_step = len({param.device for param in self.params()}) <= 1
 
     @property
     def announces_scaling(self) -> bool:

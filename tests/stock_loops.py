@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain import _C, optim
+from drivetrain import optim
 from drivetrain.amp import GradScaler
 from optim_cases import assert_same, make_params
 
@@ -15,19 +15,16 @@ SCALE = 2.0**12
 
 
 class Loop:
-    """A stock training loop's objects: on torch's scaler and clipping, or on ours, which defer. Both step with our
-    optimizers, whose arithmetic differs from torch's in the last bits."""
+    """A stock training loop's objects: on torch's scaler and clipping, or on ours. Both step with our optimizers, whose
+    arithmetic differs from torch's in the last bits."""
 
-    def __init__(self, defers: bool, params: list[Tensor], make: Callable[[list[Tensor]], Any], **scaler: Any) -> None:
-        self.defers, self.params = defers, params
+    def __init__(self, is_ours: bool, params: list[Tensor], make: Callable[[list[Tensor]], Any], **scaler: Any) -> None:
+        self.is_ours, self.params = is_ours, params
         self.optimizer = make(params)
-        scaler_class = GradScaler if defers else torch.amp.GradScaler
+        scaler_class = GradScaler if is_ours else torch.amp.GradScaler
         self.scaler = scaler_class("cpu", **{"init_scale": SCALE, "growth_interval": 2} | scaler)
         self.scale = self.scaler.scale(torch.ones(()))  # creates the scaler's tensors
-        self.clip = optim.clip_grad_norm_ if defers else TORCHS_CLIP
-
-    def is_waiting(self) -> bool:
-        return bool(_C.deferrals_of(self.params))
+        self.clip = optim.clip_grad_norm_ if is_ours else TORCHS_CLIP
 
 
 def adamw(params: list[Tensor]) -> optim.AdamW:
@@ -55,7 +52,7 @@ def set_scaled_grads(*loops: Loop, bad: float | None = None) -> None:
 
 
 def assert_same_bits(ours: Loop, theirs: Loop) -> None:
-    """Compares parameters and states, and gradients last, because that multiplies them."""
+    """Compares parameters, states, scales, and gradients with their versions."""
     exact: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
     assert_same(ours.params, theirs.params, **exact)
     torch.testing.assert_close(ours.optimizer.state_dict()["state"], theirs.optimizer.state_dict()["state"], **exact)

@@ -90,6 +90,27 @@ def test_circles_of_imports_are_found(sizes, tmp_path: Path) -> None:  # type: i
     ]
 
 
+def test_circles_of_subfolders_are_found(sizes, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root = checkout(
+        tmp_path,
+        python__drivetrain__ckpt__top_py="from .store.commit import Writer\nfrom .state import rng",
+        python__drivetrain__ckpt__store__commit_py="from ..state.rng import seed\nfrom .. import top",
+        python__drivetrain__ckpt__state__rng_py="from ..store import commit",
+    )
+    graph = sizes.imported_subfolders(root, sizes.tracked_files(root))
+    assert graph == {"ckpt": set(), "ckpt/store": {"ckpt/state"}, "ckpt/state": {"ckpt/store"}}
+    assert list(sizes.circle_findings(graph, "python", "imports")) == [
+        "python: ckpt/state imports ckpt/store imports ckpt/state: break the circle"
+    ]
+
+
+def test_totals_are_held(sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sizes, "MAX_TOTALS", {("csrc", "python"): 5, ("tests",): 3})
+    root = checkout(tmp_path, csrc__a_cpp="\n" * 3, python__b_py="\n" * 3, tests__c_py="\n" * 3, docs__d_py="\n" * 9)
+    findings = list(sizes.total_findings(root, sizes.tracked_files(root)))
+    assert findings == ["csrc and python: 6 lines, expected at most 5: delete before you add"]
+
+
 def test_circles_of_files_are_found(sizes, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     root = checkout(
         tmp_path,

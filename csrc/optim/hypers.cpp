@@ -20,6 +20,7 @@ namespace {
 std::string_view argument(std::string_view name) {
   if (name == "beta1") return "betas[0]";
   if (name == "beta2") return "betas[1]";
+  if (name == "beta3") return "betas[2]";
   if (name == "eps1") return "eps[0]";
   if (name == "eps2") return "eps[1]";
   if (name == "average_decay") return "alpha";
@@ -39,7 +40,8 @@ struct Bound {
 Bound bound_of(std::string_view name, double value) {
   constexpr std::string_view kNotNegative[] = {"lr",       "weight_decay", "eps",   "eps1",           "eps2",
                                                "lr_decay", "momentum",     "alpha", "momentum_decay", "warmup_steps"};
-  if (name == "beta1" || name == "beta2") return {"a number of at least 0 and below 1", value >= 0 && value < 1};
+  if (name == "beta1" || name == "beta2" || name == "beta3")
+    return {"a number of at least 0 and below 1", value >= 0 && value < 1};
   const bool is_finite = std::isfinite(value);
   if (std::find(std::begin(kNotNegative), std::end(kNotNegative), name) != std::end(kNotNegative)) {
     return {"a finite number, 0 or above", is_finite && value >= 0};

@@ -22,15 +22,17 @@ struct LargestPrepared {
 // `factor` multiplies gradients.
 template <class Rule, bool kCoded, class T>
 void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T* __restrict grad, T* __restrict state0,
-                 T* __restrict state1, T* __restrict state2, int64_t count, LargestPrepared& prepared) {
+                 T* __restrict state1, T* __restrict state2, T* __restrict state3, int64_t count,
+                 LargestPrepared& prepared) {
   const Rule rule = shared_rule;  // A local copy cannot alias the arrays.
-  uint32_t largest0 = 0, largest1 = 0, largest2 = 0;
+  uint32_t largest0 = 0, largest1 = 0, largest2 = 0, largest3 = 0;
   for (int64_t i = 0; i < count; ++i) {
     T p = param[i];
     T s[kMaxStates] = {};
     if constexpr (Rule::kNumStates > 0) s[0] = state0[i];
     if constexpr (Rule::kNumStates > 1) s[1] = state1[i];
     if constexpr (Rule::kNumStates > 2) s[2] = state2[i];
+    if constexpr (Rule::kNumStates > 3) s[3] = state3[i];
     rule(p, factor * grad[i], s);
     param[i] = p;
     if constexpr (kCoded) {
@@ -40,12 +42,14 @@ void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T
       largest0 = std::max(largest0, magnitude_bits(s[0]));
       largest1 = std::max(largest1, magnitude_bits(s[1]));
       largest2 = std::max(largest2, magnitude_bits(s[2]));
+      largest3 = std::max(largest3, magnitude_bits(s[3]));
     }
     if constexpr (Rule::kNumStates > 0) state0[i] = s[0];
     if constexpr (Rule::kNumStates > 1) state1[i] = s[1];
     if constexpr (Rule::kNumStates > 2) state2[i] = s[2];
+    if constexpr (Rule::kNumStates > 3) state3[i] = s[3];
   }
-  if constexpr (kCoded) prepared = {{largest0, largest1, largest2}};
+  if constexpr (kCoded) prepared = {{largest0, largest1, largest2, largest3}};
 }
 
 // Writes a tile's gradients after the rule has read them, while they are in the cache. `grad` is load_tile()'s result.
@@ -93,7 +97,8 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
     load_bfloat16(halves(param.grad) + i, grad, kBFloat16Group);
     for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kBFloat16Group);
     LargestPrepared prepared;
-    update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], kBFloat16Group, prepared);
+    update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], state[3], kBFloat16Group,
+                             prepared);
     leave_grad(job.grad_scaling, param.grad, i, kBFloat16Group, grad);
     store_bfloat16(values, halves(param.param) + i, kBFloat16Group);
     for (int s = 0; s < Rule::kNumStates; ++s) store_bfloat16(state[s], halves(param.state[s]) + i, kBFloat16Group);
@@ -125,7 +130,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
       state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[2 + s]);
     }
     LargestPrepared prepared;
-    update_tile<Rule, kCoded>(rule, factor, values, grad, state[0], state[1], state[2], count, prepared);
+    update_tile<Rule, kCoded>(rule, factor, values, grad, state[0], state[1], state[2], state[3], count, prepared);
     leave_grad(job.grad_scaling, param.grad, i, count, grad);
     store_tile(param.param, i, count, values, param.key);
     for (int s = 0; s < Rule::kNumStates; ++s) {

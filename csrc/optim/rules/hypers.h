@@ -9,7 +9,7 @@ namespace drivetrain::optim {
 
 using namespace formats;
 
-constexpr int kMaxStates = 3;
+constexpr int kMaxStates = 4;
 
 // Sums over a whole parameter: the squares of its elements, and of its direction's.
 struct TrustRatioSums {
@@ -25,6 +25,7 @@ struct TrustRatioSums {
   X(eps)                    \
   X(beta1)                  \
   X(beta2)                  \
+  X(beta3)                  \
   X(momentum)               \
   X(dampening)              \
   X(nesterov)               \
@@ -55,7 +56,8 @@ struct TrustRatioSums {
   X(clips)                  \
   X(warmup_steps)           \
   X(r)                      \
-  X(weight_lr_power)
+  X(weight_lr_power)        \
+  X(no_prox)
 
 struct Hypers {
 #define DT_FIELD(name) double name = NAN;

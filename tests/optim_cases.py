@@ -14,6 +14,7 @@ from reference.adagrad import adagrad
 from reference.adam import adam
 from reference.adamax import adamax
 from reference.adamw_schedule_free import AdamWScheduleFree, adamw_schedule_free
+from reference.adan import Adan, adan
 from reference.adopt import ADOPT, adopt
 from reference.asgd import asgd
 from reference.lamb import LAMB, lamb
@@ -160,6 +161,13 @@ CASES: dict[str, Case] = {
         AdamWScheduleFree,
         adamw_schedule_free,
         {"r": 0.5, "weight_lr_power": 1.0, "betas": (0.8, 0.9), "maximize": True, "lr": 0.01},
+    ),
+    "adan": Case(optim.Adan, Adan, adan, {"weight_decay": 0.1}),
+    "adan_no_prox": Case(
+        optim.Adan,
+        Adan,
+        adan,
+        {"weight_decay": 0.1, "betas": (0.8, 0.7, 0.9), "eps": 1e-3, "no_prox": True, "maximize": True},
     ),
     # The steps are small, because rounding may flip an update where momentum and gradient nearly cancel out.
     "lion": Case(optim.Lion, Lion, lion, {"lr": 4e-4, "weight_decay": 0.1}),

@@ -12,6 +12,7 @@ from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .adamax import Adamax
 from .adamw_schedule_free import AdamWScheduleFree
+from .adan import Adan
 from .adopt import ADOPT
 from .asgd import ASGD
 from .clip_grad import clip_grad_norm_
@@ -38,6 +39,7 @@ __all__ = [
     "AdamW",
     "AdamWScheduleFree",
     "Adamax",
+    "Adan",
     "Lion",
     "Muon",
     "NAdam",

@@ -25,7 +25,7 @@ class Adan(FusedOptimizer):
     twice as much memory as Adam's. The authors use learning rates 5 to 10 times larger than Adam's.
 
     Source: Xie et al. 2022, "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models", algorithm
-    1, with the betas (one minus the paper's) and the bias corrections of the authors' code.
+    1. The betas, which are one minus the paper's, and the bias corrections follow the authors' code.
 
     Args:
         betas: Decay rates of the means of gradients, of their differences, and of squares.

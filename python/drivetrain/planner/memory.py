@@ -68,11 +68,6 @@ class MemoryPlan:
     def fits(self) -> bool:
         return self.total <= self.capacity
 
-    @property
-    def fragmentation(self) -> float:
-        """The share of reserved bytes that no block uses at the peak, from 0 to 1."""
-        return 1 - self.peak_allocated / self.peak_reserved if self.peak_reserved else 0.0
-
 
 def plan_memory(
     trace: StepTrace,

@@ -39,10 +39,6 @@ class Overlay:
 
     # ---- Paths.
 
-    def is_changed(self) -> bool:
-        """Returns whether a script has changed anything, so that paths can differ from places."""
-        return bool(self._source) or any(os.scandir(self.folder))
-
     def is_inside(self, place: str) -> bool:
         """Returns whether a place belongs to the overlay."""
         return place == self.folder or place.startswith(self.folder + os.sep)

@@ -58,21 +58,6 @@ class Recomputation:
         return events
 
 
-def saved_blocks(trace: StepTrace) -> list[int]:
-    """Returns the blocks of the last step that forward makes and backward uses."""
-    begin = trace.begin_of_last_step()
-    ops = {event.subject for event in trace.events[begin:] if event.kind == OP}
-    forward = {
-        block
-        for op in ops
-        if trace.ops[op].phase == "forward"
-        for block in trace.ops[op].writes
-        if trace.blocks[block].category == "activations"
-    }
-    used = {block for op in ops if trace.ops[op].phase == "backward" for block in trace.ops[op].reads}
-    return sorted(forward & used)
-
-
 def recompute_within(trace: StepTrace, seconds: Sequence[float], budget: int) -> Recomputation:
     """Solves what to recompute, so that activations kept for backward stay within a budget.
 

@@ -166,14 +166,18 @@ def test_clip_grad_norm_is_torchs(dtype: torch.dtype, max_norm: float, norm_type
     assert_same([p.grad for p in params], [p.grad for p in references], rtol=tolerance, atol=1e-6)
 
 
-def test_clip_grad_norm_writes_only_what_it_clips() -> None:
-    param = torch.ones(4, requires_grad=True)
-    param.grad = torch.ones(4)
-    version = param.grad._version
-    assert drivetrain.clip_grad_norm_(param, 3.0).item() == 2.0
-    assert param.grad._version == version
-    drivetrain.clip_grad_norm_(param, 1.0)
-    assert param.grad._version > version
+def test_clip_grad_norm_counts_versions_as_torch_does() -> None:
+    """torch's function always multiplies, also by 1; a factor of 1 changes no bit."""
+    param, reference = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    param.grad, reference.grad = torch.ones(4), torch.ones(4)
+    for max_norm in (3.0, 1.0):
+        norms = [
+            clip([each], max_norm)
+            for clip, each in ((drivetrain.clip_grad_norm_, param), (torch.nn.utils.clip_grad_norm_, reference))
+        ]
+        assert norms[0] == norms[1] == 2.0
+        assert_same([param.grad], [reference.grad], rtol=0, atol=0)
+        assert param.grad._version == reference.grad._version
 
 
 @on_devices

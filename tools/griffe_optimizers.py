@@ -9,7 +9,7 @@ from typing import Any
 import griffe
 
 
-class DeclaredOptimizers(griffe.Extension):
+class DeclaredOptimizers(griffe.Extension):  # type: ignore[misc]  # griffe's types are not read
     """Reads optimizer classes from the package itself."""
 
     def on_class(self, *, cls: Any, **_: Any) -> None:

@@ -1,10 +1,11 @@
 """Schedule-free AdamW, one tensor at a time, from the paper's algorithm 1, and as an optimizer (torch has none)."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from reference.as_optimizer import AsOptimizer
 
 
 def adamw_schedule_free(
@@ -42,17 +43,7 @@ def adamw_schedule_free(
     return (1 - beta1) * state["z"] + beta1 * x
 
 
-class AdamWScheduleFree(torch.optim.Optimizer):
+class AdamWScheduleFree(AsOptimizer):
     """The reference with the interface of torch's optimizers."""
 
-    def __init__(self, params: Any, lr: float = 2.5e-3, **options: Any) -> None:
-        defaults = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0, "r": 0.0}
-        super().__init__(params, {"lr": lr, **defaults, "weight_lr_power": 2.0, "maximize": False, **options})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            options = {name: value for name, value in group.items() if name not in ("params", "train_mode")}
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.copy_(adamw_schedule_free(param, param.grad, self.state[param], **options))
+    function = staticmethod(adamw_schedule_free)

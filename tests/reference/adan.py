@@ -1,9 +1,9 @@
 """Adan, one tensor at a time, written from the paper's algorithm 1, and as an optimizer (torch has none)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from reference.as_optimizer import AsOptimizer
 
 
 def adan(
@@ -36,17 +36,7 @@ def adan(
     return (param - update) / (1 + lr * weight_decay)
 
 
-class Adan(torch.optim.Optimizer):
+class Adan(AsOptimizer):
     """The reference with the interface of torch's optimizers."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
-        defaults = {"betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False, "maximize": False}
-        super().__init__(params, {"lr": lr, **defaults, **options})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            options = {name: value for name, value in group.items() if name != "params"}
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.copy_(adan(param, param.grad, self.state[param], **options))
+    function = staticmethod(adan)

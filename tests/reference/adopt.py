@@ -1,10 +1,11 @@
 """ADOPT, one tensor at a time, written from the paper's algorithm 2, and as an optimizer (torch has none)."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from reference.as_optimizer import AsOptimizer
 
 
 def adopt(
@@ -39,17 +40,7 @@ def adopt(
     return param * decay - lr * state["exp_avg"]
 
 
-class ADOPT(torch.optim.Optimizer):
+class ADOPT(AsOptimizer):
     """The reference with the interface of torch's optimizers."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
-        defaults = {"betas": (0.9, 0.9999), "eps": 1e-6, "weight_decay": 0.0, "clip": True}
-        super().__init__(params, {"lr": lr, **defaults, "decoupled_weight_decay": False, "maximize": False, **options})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            options = {name: value for name, value in group.items() if name != "params"}
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.copy_(adopt(param, param.grad, self.state[param], **options))
+    function = staticmethod(adopt)

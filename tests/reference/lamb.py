@@ -1,11 +1,9 @@
 """LAMB, one tensor at a time, written from the paper's algorithm 2, and as an optimizer (torch has none)."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from reference.adam import advance_moments
+from reference.as_optimizer import AsOptimizer
 
 
 def lamb(
@@ -39,18 +37,7 @@ def lamb(
     return param - lr * ratio * direction
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(AsOptimizer):
     """The reference with the interface of torch's optimizers."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
-        defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "maximize": False}
-        flags = {"bias_correction": True, "grad_averaging": True, "always_adapt": False, "trust_clip": False}
-        super().__init__(params, {"lr": lr, **defaults, **flags, **options})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.copy_(lamb(param, param.grad, self.state[param], **options))
+    function = staticmethod(lamb)

@@ -1,9 +1,9 @@
 """Lion, one tensor at a time, written from the paper's algorithm 2, and as an optimizer (torch has none)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from reference.as_optimizer import AsOptimizer
 
 
 def lion(
@@ -26,16 +26,7 @@ def lion(
     return param * (1 - lr * weight_decay) - lr * update
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(AsOptimizer):
     """The reference with the interface of torch's optimizers."""
 
-    def __init__(self, params: Any, lr: float = 1e-4, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False} | options)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            options = {name: value for name, value in group.items() if name != "params"}
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.copy_(lion(param, param.grad, self.state[param], **options))
+    function = staticmethod(lion)

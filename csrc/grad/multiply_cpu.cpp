@@ -1,6 +1,6 @@
 // Multiplies one chunk of a gradient: compiled once per instruction set (DRIVETRAIN_ISA names it), includes no torch
 // header.
-#include "formats/multiply_tile_cpu.h"
+#include "formats/tile_cpu.h"
 #include "grad/multiply.h"
 
 namespace drivetrain::grad::DRIVETRAIN_ISA {
@@ -26,7 +26,7 @@ bool multiply_as(const formats::TypedArray& values, int64_t begin, int64_t end, 
     const int64_t count = std::min<int64_t>(end - i, formats::kTile);
     T* const tile = formats::load_tile(values, i, count, scratch);
     finite &= is_finite(tile, count);
-    formats::multiply_tile(values.format, factor, tile, count);
+    for (int64_t k = 0; k < count; ++k) tile[k] *= T(factor);
     formats::store_tile(values, i, count, tile);
   }
   return finite;

@@ -171,5 +171,5 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _is_plain(grad: Tensor) -> bool:
-    """Returns whether the native pass may unscale the gradient. torch's refuses float16."""
-    return type(grad) is Tensor and grad.device.type == "cpu" and grad.dtype is not torch.float16
+    """Returns whether the native pass may look at the gradient. torch's refuses float16."""
+    return type(grad) is Tensor and grad.dtype is not torch.float16

@@ -57,17 +57,25 @@ def clip_grad_norm_(
         grads = [param.grad for param in params if param.grad is not None]
         if not grads and any(is_stepped_in_backward(param) for param in params):
             raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
-        if float(norm_type) == 2.0 and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
+        is_two = float(norm_type) == 2.0
+        if is_two and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
             with pieces.parts_with_gradients(params) as stand_ins:
                 return clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
-        if float(norm_type) == 2.0 and all(type(grad) is Tensor for grad in grads):
-            norm = _C.clip_norm(grads)
-            if norm is not None and math.isfinite(norm):
-                coefficient = float(max_norm) / (norm + 1e-6)
-                if not coefficient >= 1 and _C.multiply_gradients(grads, float(coefficient)) is None:
-                    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
-                else:
-                    torch.autograd.graph.increment_version(grads)
-                return norm
+        norm = _clip_natively(params, grads, float(max_norm), foreach) if is_two else None
+        if norm is not None:
+            return norm
     # An empty generator gets torch's warning.
     return _torchs_clip_grad_norm_(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_natively(params: list[Tensor], grads: list[Tensor], max_norm: float, foreach: bool | None) -> Tensor | None:
+    """Clips by the 2-norm and returns it, or returns None and does nothing: torch's function must clip."""
+    norm = _C.clip_norm(grads) if all(type(grad) is Tensor for grad in grads) else None
+    if norm is None or not math.isfinite(norm):
+        return None
+    coefficient = max_norm / (norm + 1e-6)
+    if not coefficient >= 1 and _C.multiply_gradients(grads, float(coefficient)) is None:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+    else:
+        torch.autograd.graph.increment_version(grads)
+    return norm

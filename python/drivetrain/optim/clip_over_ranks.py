@@ -22,8 +22,11 @@ def clip_over_ranks(params: list[Tensor], max_norm: float, error_if_nonfinite: b
     for index, param in enumerate(params):
         settle_gradient(param, f"parameter {index} of clip_grad_norm_()".__str__)
     norm = sum_of_squares(params).sqrt()
-    if error_if_nonfinite:
-        check_finite(norm)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(  # torch's words
+            "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To "
+            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
     grads = [param.grad for param in params if param.grad is not None]
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if coefficient.is_cuda or coefficient < 1:
@@ -34,12 +37,3 @@ def clip_over_ranks(params: list[Tensor], max_norm: float, error_if_nonfinite: b
     dtype = torch.promote_types(grads[0].real.dtype, torch.float32) if grads else torch.float32
     like = next((param for param in params if is_dtensor(param)), None)
     return norm.to(dtype) if like is None else replicated(norm.to(dtype), like)
-
-
-def check_finite(norm: Tensor) -> None:
-    """Raises torch's error for a norm that is not finite."""
-    if not torch.isfinite(norm):
-        raise RuntimeError(
-            "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To "
-            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-        )

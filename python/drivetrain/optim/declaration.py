@@ -32,6 +32,7 @@ class StepOptions(TypedDict, total=False):
     rounding: str
 
 
+_OPTIONS = [inspect.signature(FusedOptimizer.__init__).parameters[name] for name in StepOptions.__annotations__]
 # Most classes describe these arguments alike. The docstring of a class has its own words for others.
 _COMMON = {
     "params": "Parameters to step: an iterable of tensors, of (name, tensor) pairs, or of dicts with one group each.",
@@ -117,12 +118,11 @@ def _add_options(cls: type) -> None:
     init: Any = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(init)
     parameters = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    given = inspect.signature(FusedOptimizer.__init__).parameters
-    added = [given[name] for name in StepOptions.__annotations__]
-    init.__signature__ = signature.replace(parameters=[*parameters, *added])
-    init.__annotations__ = {each.name: each.annotation for each in [*parameters[1:], *added]} | {"return": None}
+    parameters += _OPTIONS
+    init.__signature__ = signature.replace(parameters=parameters)
+    init.__annotations__ = {each.name: each.annotation for each in parameters[1:]} | {"return": None}
     if cls.__doc__ is not None:  # python -OO
-        cls.__doc__ = _documented(cls.__doc__, [each.name for each in [*parameters[1:], *added]])
+        cls.__doc__ = _documented(cls.__doc__, [each.name for each in parameters[1:]])
 
 
 def _documented(text: str, names: list[str]) -> str:
@@ -137,6 +137,7 @@ def _documented(text: str, names: list[str]) -> str:
     return "\n".join([head.rstrip(), "\n    Args:", *entries, end])
 
 
+@functools.cache
 def _entry(name: str) -> str:
     indent = " " * _WIDTH
     return textwrap.fill(f"{name}: {_COMMON[name]}", 120, initial_indent=indent, subsequent_indent=indent + "    ")

@@ -364,7 +364,7 @@ def test_all_ranks_skip_a_step_with_an_overflow_of_one_expert(on_four_ranks: OnR
 
 
 DYING_RANK = """
-    import os, signal, time, torch, torch.distributed as dist
+    import math, os, signal, time, torch, torch.distributed as dist
     from datetime import timedelta
     from torch import nn
     from drivetrain import DistributedDataParallel as DDP, clip_grad_norm_
@@ -384,8 +384,9 @@ DYING_RANK = """
     if "WHERE" == "backward":
         model["experts"].weight.register_hook(die)
     for step in range(10_000):
-        if step == 3:
-            time.sleep(1)  # until each has heard of the others
+        for wrapper in [net, *net._parts()]:
+            while step == 2 and any(map(math.isnan, wrapper.stragglers())):
+                time.sleep(0.05)  # until each has heard of the others
         net.zero_grad()
         net(torch.randn(4, 64)).sum().backward()
         if "WHERE" == "norm":

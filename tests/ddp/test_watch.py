@@ -239,7 +239,7 @@ def test_names_a_wait_in_join(on_ranks: OnRanks, hanging: int, report: str) -> N
 
 
 RANK = """
-    import os, signal, sys, time, torch, torch.distributed as dist
+    import math, os, signal, sys, time, torch, torch.distributed as dist
     from datetime import timedelta
     from torch import nn
     from drivetrain import DistributedDataParallel as DDP
@@ -310,11 +310,11 @@ KILLED = """
     if killed == 0:  # which serves the store, too, and whose buffers the others wait for
         model = DDP(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), report_hang_after=1)
     for step in range(6):
-        if step == 3:
-            time.sleep(1)  # until each has heard of the other
-            if rank == killed:
-                print(f"pid {os.getpid()}", file=sys.stderr, flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
+        while step == 2 and any(map(math.isnan, model.stragglers())):
+            time.sleep(0.05)  # until each has heard of the other
+        if step == 3 and rank == killed:
+            print(f"pid {os.getpid()}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
         model(torch.randn(4, 64)).sum().backward()
 """
 

@@ -193,7 +193,7 @@ void BucketQueue::take_hook_result(size_t index) {
 // ---- Hand over.
 
 bool BucketQueue::can_hand_over_early() const {
-  return on_reduced_ && !parts_.used.is_shared() && !parts_.skips_unused &&
+  return on_reduced_ && !parts_.used.is_due() && !parts_.skips_unused &&
          !parts_.buffer.settings.low_precision.has_value() && !parts_.gradients.store().is_context();
 }
 

@@ -23,7 +23,6 @@
 namespace drivetrain::ddp {
 namespace {
 
-const auto kFindings = std::make_shared<const std::string>("the ranks' checks of their gradients");
 constexpr size_t kNormsKept = 32;  // steps
 constexpr size_t kNormsNeeded = 8;
 
@@ -134,14 +133,6 @@ void GradientCheck::check_on_device(const Bucket& bucket) {
   mine.copy_(at::where(mine.eq(0), found, mine), /*non_blocking=*/true);
 }
 
-void GradientCheck::start() {
-  if (is_due()) reduce_ = collectives_.start_sum(findings_, Purpose::kGradientCheck, *kFindings);
-}
-
-void GradientCheck::wait(int64_t position) {
-  if (reduce_) collectives_.wait(*reduce_, kFindings, position);
-}
-
 std::vector<GradientCheck::Finding> GradientCheck::finish() {
   std::vector<Finding> found;
   if (!is_due()) return found;
@@ -158,7 +149,7 @@ std::vector<GradientCheck::Finding> GradientCheck::finish() {
 }
 
 void GradientCheck::reset() {
-  reduce_.reset();
+  SideSum::reset();
   findings_ = at::Tensor();
 }
 

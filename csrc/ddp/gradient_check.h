@@ -5,14 +5,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "ddp/collectives.h"
 #include "ddp/grad_buffer.h"
 #include "ddp/parameter.h"
+#include "ddp/side_sum.h"
 
 namespace drivetrain::ddp {
 
@@ -20,7 +19,7 @@ namespace drivetrain::ddp {
 // of the step carries each rank's findings. All ranks then know and decide the same.
 //
 // Off the CPU a bucket's check runs on the device. The host waits once, at the end of the step.
-class GradientCheck {
+class GradientCheck : public SideSum {
  public:
   enum class Mode { kOff, kRaise, kSkip };
   struct Options {
@@ -36,7 +35,9 @@ class GradientCheck {
   };
 
   GradientCheck(const Parameters& params, const GradBuffer& buffer, Collectives& collectives)
-      : params_(params), buffer_(buffer), collectives_(collectives) {}
+      : SideSum(collectives, Purpose::kGradientCheck, "the ranks' checks of their gradients"),
+        params_(params),
+        buffer_(buffer) {}
   void set_options(Options options) { options_ = options; }
   bool is_on() const { return options_.mode != Mode::kOff; }
   bool skips() const { return options_.mode == Mode::kSkip; }
@@ -46,16 +47,12 @@ class GradientCheck {
   // Ranks check nothing while some have run out of inputs.
   void begin_step(bool is_joining);
   // Returns true if this step is checked.
-  bool is_due() const { return findings_.defined(); }
+  bool is_due() const override { return findings_.defined(); }
   // The bucket's values must be this rank's own.
   void check(size_t bucket);
-  // Shares the findings.
-  void start();
-  PendingReduce* pending() const { return reduce_.get(); }
-  void wait(int64_t position);
   // Returns every rank's finding, the same on every rank. Learns the norms of a step without one.
   std::vector<Finding> finish();
-  void reset();
+  void reset() override;
 
   // Describes findings: "rank 3 has a gradient that is not finite (nan or inf) for 'layer.weight'; ...".
   std::string describe(const std::vector<Finding>& findings) const;
@@ -65,6 +62,7 @@ class GradientCheck {
   const std::string& last_skipped() const { return last_skipped_; }
 
  private:
+  at::Tensor values() override { return findings_; }
   void check_on_host(size_t bucket);
   void check_on_device(const Bucket& bucket);
   void note(double code);
@@ -75,11 +73,9 @@ class GradientCheck {
 
   const Parameters& params_;
   const GradBuffer& buffer_;
-  Collectives& collectives_;
   Options options_;
   // float64 [ranks], on the parameters' device. By rank: 0, or 1 + the parameter's index; negative where it is a spike.
   at::Tensor findings_;
-  std::unique_ptr<PendingReduce> reduce_;
   std::vector<double> norms_;               // by bucket, of this step
   std::vector<std::vector<double>> known_;  // by bucket: norms of the last steps without findings
   std::vector<int64_t> known_bytes_;        // by bucket: a plan with other buckets starts anew

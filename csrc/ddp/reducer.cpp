@@ -282,10 +282,7 @@ void Reducer::delay_all_reduce() {
 bool Reducer::start_full_buckets() {
   if (!parts_.queue.start_full()) return false;
   parts_.now.backward_end = clock_ns();
-  parts_.used.start();
-  parts_.weights.start();
-  parts_.replicas.start();
-  parts_.check.start();
+  for (SideSum* sum : parts_.side_sums) sum->start();
   return true;
 }
 

@@ -129,10 +129,7 @@ void ReducerParts::reset() {
   gradients.reset();
   queue.reset();
   streams.reset();
-  used.reset();
-  weights.reset();
-  replicas.reset();
-  check.reset();
+  for (SideSum* sum : side_sums) sum->reset();
   uneven.reset();
   phase = StepPhase::kIdle;
   collectives.move_to(Progress::kIdle);
@@ -149,19 +146,13 @@ void ReducerParts::forget_step() {
 
 void ReducerParts::drain() const {
   queue.drain();
-  ddp::drain(used.pending());
-  ddp::drain(weights.pending());
-  ddp::drain(replicas.pending());
-  ddp::drain(check.pending());
+  for (const SideSum* sum : side_sums) ddp::drain(sum->pending());
 }
 
 void ReducerParts::wait_for_all() {
   RECORD_FUNCTION("drivetrain::wait_for_all_reduces", std::vector<c10::IValue>());
   queue.wait_for_rest();
-  used.wait(queue.last_position());
-  weights.wait(queue.last_position());
-  replicas.wait(queue.last_position());
-  check.wait(queue.last_position());
+  for (SideSum* sum : side_sums) sum->wait(queue.last_position());
 }
 
 void ReducerParts::end_interrupted_step() {
@@ -296,10 +287,9 @@ void ReducerParts::promise_collectives() {
   for (size_t i = 0; is_reduced && i < buffer.buckets().size(); ++i) {
     purposes.emplace_back(queue.scaling().purpose, i);
   }
-  if (used.is_shared()) purposes.emplace_back(Purpose::kUsedMap, 0);
-  if (weights.has_weight()) purposes.emplace_back(Purpose::kWeights, 0);
-  if (replicas.is_due()) purposes.emplace_back(Purpose::kReplicas, 0);
-  if (check.is_due()) purposes.emplace_back(Purpose::kGradientCheck, 0);
+  for (const SideSum* sum : side_sums) {
+    if (sum->is_due()) purposes.emplace_back(sum->purpose(), 0);
+  }
   collectives.promise(purposes);
 }
 

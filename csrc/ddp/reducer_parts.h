@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -21,6 +22,7 @@
 #include "ddp/parameter.h"
 #include "ddp/parameter_claims.h"
 #include "ddp/replicas.h"
+#include "ddp/side_sum.h"
 #include "ddp/step_gradients.h"
 #include "ddp/step_streams.h"
 #include "ddp/step_times.h"
@@ -73,6 +75,7 @@ struct ReducerParts {
   WeightedMean weights;
   ReplicaCheck replicas;
   GradientCheck check;
+  const std::array<SideSum*, 4> side_sums{&used, &weights, &replicas, &check};  // in the order of their start
   UnevenInputs uneven;
   StepTimes now, last;  // of the current step, and of the last finished one
   BucketQueue queue;

@@ -20,7 +20,6 @@
 namespace drivetrain::ddp {
 namespace {
 
-const auto kReplicas = std::make_shared<const std::string>("the replicas' checksums");
 const auto kParameters = std::make_shared<const std::string>("the parameters' checksums");
 
 at::Tensor values_of(const at::Tensor& tensor) {
@@ -70,14 +69,6 @@ void ReplicaCheck::begin_step(bool is_joining) {
   const at::Tensor mine = hash_of(tensors);
   hashes_ = at::zeros({collectives_.comm().size()}, mine.options());
   hashes_.select(0, collectives_.comm().rank()).copy_(mine);
-}
-
-void ReplicaCheck::start() {
-  if (is_due()) reduce_ = collectives_.start_sum(hashes_, Purpose::kReplicas, *kReplicas);
-}
-
-void ReplicaCheck::wait(int64_t position) {
-  if (reduce_) collectives_.wait(*reduce_, kReplicas, position);
 }
 
 void ReplicaCheck::compare(int64_t position) {

@@ -4,11 +4,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
-#include "ddp/collectives.h"
 #include "ddp/parameter.h"
+#include "ddp/side_sum.h"
 
 namespace drivetrain::ddp {
 
@@ -20,28 +19,24 @@ at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
 // Compares the parameters over ranks every so many synchronized steps.
 //
 // Invariant: compares the parameters' values from the beginning of backward, before an optimizer steps in backward.
-class ReplicaCheck {
+class ReplicaCheck : public SideSum {
  public:
   // every: synchronized steps between two comparisons; 0: never.
   ReplicaCheck(const Parameters& params, Collectives& collectives, int64_t every)
-      : params_(params), collectives_(collectives), every_(every) {}
+      : SideSum(collectives, Purpose::kReplicas, "the replicas' checksums"), params_(params), every_(every) {}
   // Computes this rank's checksum if a comparison is due. Ranks compare nothing while some have run out of inputs.
   void begin_step(bool is_joining);
   // Returns true if this step compares.
-  bool is_due() const { return hashes_.defined(); }
-  void start();
-  PendingReduce* pending() const { return reduce_.get(); }
-  void wait(int64_t position);
+  bool is_due() const override { return hashes_.defined(); }
   // Throws after the step if the checksums differ, and names the first parameter that differs. position: as for wait().
   void compare(int64_t position);
-  void reset() { reduce_.reset(); }
 
  private:
+  at::Tensor values() override { return hashes_; }
+
   const Parameters& params_;
-  Collectives& collectives_;
   const int64_t every_;
   at::Tensor hashes_;  // int64 [ranks], summed over ranks; undefined where nothing is compared
-  std::unique_ptr<PendingReduce> reduce_;
 };
 
 }  // namespace drivetrain::ddp

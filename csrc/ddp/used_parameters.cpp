@@ -19,8 +19,6 @@ namespace {
 
 using torch::autograd::Node;
 
-const auto kUsedMap = std::make_shared<const std::string>("the map of used parameters");
-
 // Returns every node that backward from these tensors can reach.
 std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs) {
   std::unordered_set<Node*> seen;
@@ -43,15 +41,15 @@ std::unordered_set<Node*> reachable_nodes(const std::vector<at::Tensor>& outputs
 
 UsedParameters::UsedParameters(const Parameters& params, StepGradients& gradients, Collectives& collectives,
                                bool find_unused)
-    : params_(params),
+    : SideSum(collectives, Purpose::kUsedMap, "the map of used parameters"),
+      params_(params),
       gradients_(gradients),
-      collectives_(collectives),
       find_unused_(find_unused),
       expected_(params.size(), 1),
       used_somewhere_(params.size(), true),
       local_(at::zeros({static_cast<int64_t>(params.size())}, at::kInt)) {}
 
-bool UsedParameters::is_shared() const { return graph_ == Graph::kDynamic ? find_unused_ : collectives_.steps() == 0; }
+bool UsedParameters::is_due() const { return graph_ == Graph::kDynamic ? find_unused_ : collectives_.steps() == 0; }
 
 void UsedParameters::search(const std::vector<at::Tensor>& outputs) {
   RECORD_FUNCTION("drivetrain::search_unused_parameters", std::vector<c10::IValue>());
@@ -83,15 +81,9 @@ void UsedParameters::expect_as_counted() {
   for (size_t i = 0; i < params_.size(); ++i) expected_[i] = gradients_[i].fired;
 }
 
-void UsedParameters::start() {
-  if (!is_shared()) return;
-  const at::Device device = params_[0].tensor.device();
-  global_ = copied_to(local_, device);
-  reduce_ = collectives_.start_sum(global_, Purpose::kUsedMap, *kUsedMap);
-}
-
-void UsedParameters::wait(int64_t position) {
-  if (reduce_) collectives_.wait(*reduce_, kUsedMap, position);
+at::Tensor UsedParameters::values() {
+  global_ = copied_to(local_, params_[0].tensor.device());
+  return global_;
 }
 
 void UsedParameters::finish() {
@@ -104,13 +96,13 @@ void UsedParameters::finish() {
   if (collectives_.steps() > 1 && without_grad != last_without_grad_) has_stayed_the_same_ = false;
   last_without_grad_ = std::move(without_grad);
   // The step's only host wait for a device.
-  if (reduce_ && (any_unused || graph_ == Graph::kStaticUnknown)) global_ = global_.cpu();
+  if (pending() != nullptr && (any_unused || graph_ == Graph::kStaticUnknown)) global_ = global_.cpu();
 }
 
 bool UsedParameters::find_used(size_t param, bool skipped) {
   bool used = is_used(param);
   if (gradients_[param].without_grad) {
-    if (reduce_) used = global_.data_ptr<int32_t>()[param] > 0;
+    if (pending() != nullptr) used = global_.data_ptr<int32_t>()[param] > 0;
     if (skipped) used = false;
   }
   if (graph_ == Graph::kStaticUnknown) used_somewhere_[param] = used;
@@ -119,17 +111,17 @@ bool UsedParameters::find_used(size_t param, bool skipped) {
 
 void UsedParameters::reset() {
   unused_.clear();
-  reduce_.reset();
+  SideSum::reset();
 }
 
 // As in torch, this rank repeats the map of its last step: the parameters used on any rank. The others' `.grad` of such
 // a parameter is then their mean even if none of them uses it any more.
 void UsedParameters::shadow(int64_t position) {
-  if (!is_shared()) return;
+  if (!is_due()) return;
   const at::Device device = params_[0].tensor.device();
   const bool repeats = graph_ == Graph::kDynamic && global_.defined();
   at::Tensor used = repeats ? global_.clamp_max(1).to(device) : at::zeros_like(local_, device);
-  collectives_.wait(*collectives_.start_sum(used, Purpose::kUsedMap, *kUsedMap), kUsedMap, position);
+  sum_now(used, position);
   if (graph_ == Graph::kDynamic) {
     global_ = used;
     return;

@@ -5,11 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
-#include "ddp/collectives.h"
 #include "ddp/parameter.h"
+#include "ddp/side_sum.h"
 #include "ddp/step_gradients.h"
 
 namespace drivetrain::ddp {
@@ -22,8 +21,8 @@ enum class Graph {
 
 // Finds the unused parameters of a step, and shares the map of used parameters over ranks where a rank may not use all.
 //
-// Invariant: is_shared() is the same on every rank, even on one that has run out of inputs and saw no static graph.
-class UsedParameters {
+// Invariant: is_due() is the same on every rank, even on one that has run out of inputs and saw no static graph.
+class UsedParameters : public SideSum {
  public:
   UsedParameters(const Parameters& params, StepGradients& gradients, Collectives& collectives, bool find_unused);
 
@@ -32,7 +31,7 @@ class UsedParameters {
   // Returns true if the used parameters may change from step to step.
   bool may_change() const { return find_unused_ && graph_ == Graph::kDynamic; }
   // Returns true if the current step shares the map over ranks.
-  bool is_shared() const;
+  bool is_due() const override;
   // Returns true if every synchronized step so far used the same parameters.
   bool has_stayed_the_same() const { return has_stayed_the_same_; }
 
@@ -49,9 +48,6 @@ class UsedParameters {
   bool count_hook(size_t param);
   // Ends the counting of a static graph's first step.
   void expect_as_counted();
-  // Starts the sum of the maps, where it is due.
-  void start();
-  PendingReduce* pending() const { return reduce_.get(); }
   // Finds which parameters a rank used, after the sum. On a device this waits for the sum where this rank left one out.
   void finish();
   // Returns true if some rank used the parameter, as far as this rank knows it without the step's sum.
@@ -60,20 +56,19 @@ class UsedParameters {
   bool find_used(size_t param, bool skipped);
   // Ends the step: the map counts from here.
   void end_step() { local_.zero_(); }
-  void reset();
+  void reset() override;
 
   // Takes part in the sum for a rank that has run out of inputs. position: where ranks have started the sum.
   void shadow(int64_t position);
-  // Waits for the sum of the maps.
-  void wait(int64_t position);
   // Returns for each parameter the number of ranks that used it in the last synchronized backward: int32 [parameters].
   // If no map was shared, the number is 1 for those that this rank has used since.
   at::Tensor map() const;
 
  private:
+  at::Tensor values() override;
+
   const Parameters& params_;
   StepGradients& gradients_;
-  Collectives& collectives_;
   const bool find_unused_;
   Graph graph_ = Graph::kDynamic;
   std::vector<size_t> unused_;
@@ -83,7 +78,6 @@ class UsedParameters {
   bool has_stayed_the_same_ = true;
   at::Tensor local_;   // int32 [parameters], on the CPU
   at::Tensor global_;  // the sum over ranks; on the parameters' device while it is in progress
-  std::unique_ptr<PendingReduce> reduce_;
 };
 
 }  // namespace drivetrain::ddp

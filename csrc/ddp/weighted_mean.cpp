@@ -32,8 +32,6 @@ constexpr const char* kParted =
 constexpr const char* kEqualBackwards =
     "Every rank must run the same forwards and backwards. The replicas may differ: load the last checkpoint.";
 
-const auto kWeights = std::make_shared<const std::string>("the weights");
-
 }  // namespace
 
 void scale_by(const at::Tensor& values, const at::Tensor& factor) {
@@ -49,7 +47,10 @@ void scale_by(const at::Tensor& values, const at::Tensor& factor) {
 }
 
 WeightedMean::WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step)
-    : params_(params), collectives_(collectives), forget_step_(std::move(forget_step)), seen_(params.size()) {}
+    : SideSum(collectives, Purpose::kWeights, "the weights"),
+      params_(params),
+      forget_step_(std::move(forget_step)),
+      seen_(params.size()) {}
 
 WeightedMean::Seen WeightedMean::see_grad(const Parameter& param) {
   const at::Tensor& grad = param.tensor.grad();
@@ -162,14 +163,6 @@ void WeightedMean::begin_step(BackwardKind kind) {
   sum_ = copied_to(at::tensor(mine, at::kDouble), params_[0].tensor.device());
   if (kept_weight_.defined()) sum_.narrow(0, 0, 1).add_(kept_weight_);
   if (holds == nullptr) sum_.narrow(0, 3, 1).add_(std::get<at::Tensor>(holds_));
-}
-
-void WeightedMean::start() {
-  if (weight_) reduce_ = collectives_.start_sum(sum_, Purpose::kWeights, *kWeights);
-}
-
-void WeightedMean::wait(int64_t position) {
-  if (reduce_) collectives_.wait(*reduce_, kWeights, position);
 }
 
 void WeightedMean::fail_parted(double prepared, double unprepared) {

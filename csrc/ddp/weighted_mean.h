@@ -6,16 +6,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <utility>
 #include <variant>
 #include <vector>
 
-#include "ddp/collectives.h"
 #include "ddp/grad_buffer.h"
 #include "ddp/late_check.h"
 #include "ddp/parameter.h"
+#include "ddp/side_sum.h"
 
 namespace drivetrain::ddp {
 
@@ -31,7 +30,7 @@ enum class BackwardKind {
 //
 // Invariants: has_weight() holds while `.grad` may hold gradients that weights count. The host waits for no device: an
 // error that only a device can find is raised in a later step.
-class WeightedMean {
+class WeightedMean : public SideSum {
  public:
   // forget_step: abandons the step, before an error.
   WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step);
@@ -62,6 +61,7 @@ class WeightedMean {
   // Counts this rank with weight 0 if it has none.
   void count_nothing() { weight_ = weight_.value_or(0); }
   bool has_weight() const { return weight_.has_value(); }
+  bool is_due() const override { return has_weight(); }
   // Throws if a backward without a weight adds to gradients that weights count. Gradients that were zeroed since are
   // forgotten instead. came: the parameter whose gradient has just come, the backward's first.
   void check_gradient(size_t came) {
@@ -73,17 +73,14 @@ class WeightedMean {
   // ---- A step's reduction.
 
   void begin_step(BackwardKind kind);
-  void start();
-  PendingReduce* pending() const { return reduce_.get(); }
-  void wait(int64_t position);
   // Divides the sums in the buffer by the sum of all weights. factor: the number by which a communication hook has
   // divided, else 1. Throws if some ranks ran a prepared backward and others an unprepared one; on a device other than
   // the CPU in a later call.
   void divide(GradBuffer& buffer, double factor);
   void forget_weights();
-  void reset() { reduce_.reset(); }
 
  private:
+  at::Tensor values() override { return sum_; }
   [[noreturn]] void fail_parted(double prepared, double unprepared);
   // Identifies the tensor that is `.grad` and every write to it that autograd would notice.
   using Seen = std::pair<const void*, uint32_t>;
@@ -95,7 +92,6 @@ class WeightedMean {
   bool were_zeroed(size_t came);
 
   const Parameters& params_;
-  Collectives& collectives_;
   const std::function<void()> forget_step_;
   bool has_owner_ = false;
   Holds holds_ = false;  // this rank's word for total_
@@ -111,7 +107,6 @@ class WeightedMean {
   // float64 [4], on the parameters' device, summed over ranks: weights, ranks of kPrepared, ranks of kUnprepared, ranks
   // with `holds`.
   at::Tensor sum_;
-  std::unique_ptr<PendingReduce> reduce_;
 };
 
 // Multiplies in place by a factor that only the device knows: float64 [1]. Gives the bits of a factor on the host.

@@ -26,7 +26,6 @@ _TOPICS = {
     "plan": "plans of models for the CPU",
     "scale": "memory and construction of DistributedDataParallel on many ranks",
     "shard": "DistributedDataParallel(shard=...)",
-    "ablation": "parts of the budget's solver",
     "scaling": "a cost model of data parallelism on clusters",
     "gpu": "all measurements of a GPU",
 }
@@ -95,10 +94,6 @@ def main() -> int:
         from suite import gpu
 
         return gpu.run(only=args.only, is_dry=args.dry_run, rounds=args.rounds, json_file=args.json)
-    if args.topic == "ablation":
-        from suite import ablation
-
-        return ablation.run(args.json)
     if args.topic == "scaling":
         from suite import scaling
 

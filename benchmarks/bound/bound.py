@@ -11,9 +11,9 @@ import hashlib
 import math
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -87,9 +87,34 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+class Recorded(NamedTuple):
+    """A model's trace, as the solver takes it, and the bytes that a step without a budget keeps."""
+
+    name: str
+    trace: tuple[list[Any], list[Any], list[Any]]
+    unplanned_bytes: int
+
+
+def recorded_models() -> Iterator[Recorded]:
+    """Profiles the models of `benchmarks/run.py activations` one after another, with one thread."""
+    import torch
+
+    from drivetrain.budget.trace import STORAGE_FORMATS, profile
+    from suite.activation_models import cases
+    from suite.activations import Variant
+
+    torch.set_num_threads(1)
+    for case in cases():
+        variant = Variant.of("profiled", case)
+        for _ in range(2):
+            variant.step()
+        trace, unplanned_bytes = profile(variant.model, variant.step, [STORAGE_FORMATS["bits"]])
+        yield Recorded(case.name, trace.for_solver(), unplanned_bytes)
+
+
 def main() -> None:
+    """Prints each plan's added time, its lower bound and their ratio."""
     from drivetrain import _C
-    from suite.ablation import recorded_models
     from suite.activations import SHARES
 
     print("model and budget: planned milliseconds, lower bound, ratio")

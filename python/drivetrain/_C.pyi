@@ -437,7 +437,6 @@ def activation_solve(
     ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
     uses: Sequence[tuple[int, bool]],
     budget_bytes: int,
-    without: Sequence[str] = ...,
 ) -> dict[str, Any]: ...
 def activation_timeline(
     values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],

@@ -1,4 +1,4 @@
-"""Tests the byte counts of the activation benchmark on models of known size, and its ablation."""
+"""Tests the byte counts of the activation benchmark on models of known size."""
 
 import itertools
 from contextlib import nullcontext
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from suite import ablation
 from suite.activation_memory import allocated, peak_of_alive
 from suite.activation_models import ModelCase
 from suite.activation_rivals import full
@@ -80,17 +79,3 @@ def test_gradients_whose_bits_torch_does_not_repeat_are_compared_within_a_tolera
     other.model.is_wrong = is_wrong
     with nullcontext() if passes else pytest.raises(AssertionError, match="gradients or buffers differ with other"):
         _compare_gradients([plain, other])
-
-
-def test_the_ablation_solves_with_and_without_each_part() -> None:
-    values = [(4, True, True, -1, [])] * 3
-    ops = [(1.0, [], [0]), (1.0, [0], [1]), (1.0, [1], [2])]
-    uses = [(value, is_release) for value in (2, 1, 0) for is_release in (False, True)]
-    results = list(ablation.solved_cases(ablation.Recorded("a chain", (values, ops, uses), 12, 10.0)))
-    assert [result.percent for result in results] == [80, 50, 30]
-    for result in results:
-        whole = result.planned[ablation.WHOLE]
-        assert set(result.planned) == {ablation.WHOLE, *(f"without {part}" for part in ablation.PARTS)}
-        if whole.total_seconds is not None and whole.extra_seconds is not None:
-            assert whole.total_seconds == 10.0 + whole.extra_seconds
-    assert results[0].planned[ablation.WHOLE].extra_seconds == 1.0

@@ -92,7 +92,7 @@ struct Segments::Signature {
   void add(int64_t number) { hash = mix(hash, static_cast<uint64_t>(number)); }
 };
 
-Segments::Segments(const TraceIndex& index, bool uses_min_cut) : index_(index), uses_min_cut_(uses_min_cut) {
+Segments::Segments(const TraceIndex& index) : index_(index) {
   find_last_readers();
   find_cuts();
   find_frontiers();
@@ -211,7 +211,7 @@ Segments::Frontier Segments::frontier_of(const Trace& segment) const {
   for (const TraceOp& op : segment.ops) all_seconds += op.seconds;
   std::vector<PricedPolicy> hull = {cut.at(0), cut.at(all_seconds + 1)};  // from the most bytes to the least
   std::vector<uint8_t> is_closed = {0};  // no other point is between this one and the next
-  while (uses_min_cut_ && hull.size() < kMaxOnHull) {
+  while (hull.size() < kMaxOnHull) {
     size_t widest = hull.size();
     double most = 0;
     const double scale = (hull.back().seconds - hull[0].seconds) / std::max(1.0, hull[0].bytes - hull.back().bytes);

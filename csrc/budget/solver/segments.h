@@ -13,7 +13,7 @@ namespace drivetrain::budget {
 class Segments {
  public:
   // Chooses the cuts, and finds the policies of every segment. The index must outlive this object.
-  Segments(const TraceIndex& index, bool uses_min_cut);
+  explicit Segments(const TraceIndex& index);
 
   // Returns the cuts and policies that take the least seconds, or nothing if every combination has a higher peak.
   // Ignores memory that one segment's replay needs while backward is in another: simulate the result.
@@ -51,7 +51,6 @@ class Segments {
   void apply(const Part& part, size_t end_cut, Policy& policy) const;
 
   const TraceIndex& index_;
-  const bool uses_min_cut_;
   std::vector<int32_t> last_reader_;  // per value: the last operation that may be replayed and reads it
   IndexLists uses_of_value_;
   std::vector<int32_t> cuts_;                   // each before the operation; from 0 to the number of operations

@@ -76,7 +76,6 @@ Outcome Simulator::run(const Policy& policy, Timeline* timeline) {
   timeline_ = timeline;
   if (timeline != nullptr) {
     timeline->peak_bytes.assign(1, bytes_now_);
-    timeline->replayed_at.assign(index_.num_ops(), -1);
     timeline->restored_at.assign(index_.num_values(), -1);
   }
   for (now_ = 0; now_ < index_.num_uses(); ++now_) {
@@ -149,7 +148,6 @@ void Simulator::replay(int32_t op) {
     presence_[value] = Presence::kAsItIs;
   }
   is_replayed_[op] = 1;
-  if (timeline_ != nullptr) timeline_->replayed_at[op] = now_;
   for (int32_t value : index_.reads[op]) drop_one_need(value);
 }
 

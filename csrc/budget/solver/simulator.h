@@ -12,7 +12,6 @@ namespace drivetrain::budget {
 // The course of backward, by use. Everything that a use causes happens during it.
 struct Timeline {
   std::vector<int64_t> peak_bytes;   // after forward, then during each use
-  std::vector<int32_t> replayed_at;  // per operation: the use that replayed it, or -1
   std::vector<int32_t> restored_at;  // per value: the use that restored it from its storage format, or -1
 };
 

@@ -70,14 +70,7 @@ struct Solution {
   int64_t smallest_bytes = 0;  // the smallest peak found
 };
 
-// The parts of the solver that an ablation can leave out.
-struct SolverParts {
-  bool min_cut = true;  // Without it, segments choose among enumerated policies.
-  bool segments = true;
-  bool local_search = true;
-};
-
 // Searches the policy that takes the least seconds with a peak of at most `budget_bytes`.
-Solution solve(const Trace& trace, int64_t budget_bytes, const SolverParts& parts = {});
+Solution solve(const Trace& trace, int64_t budget_bytes);
 
 }  // namespace drivetrain::budget

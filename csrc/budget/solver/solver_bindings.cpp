@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -36,22 +35,6 @@ Trace trace_of(const std::vector<PlainValue>& values, const std::vector<PlainOp>
   return trace;
 }
 
-SolverParts parts_without(const std::vector<std::string>& without) {
-  SolverParts parts;
-  for (const std::string& part : without) {
-    if (part == "min cut") {
-      parts.min_cut = false;
-    } else if (part == "segments") {
-      parts.segments = false;
-    } else if (part == "local search") {
-      parts.local_search = false;
-    } else {
-      throw UserError(text("without has \"", part, "\": expected \"min cut\", \"segments\" or \"local search\""));
-    }
-  }
-  return parts;
-}
-
 py::dict plain(const Timeline& timeline) {
   py::dict dict;
   dict["peak_bytes"] = timeline.peak_bytes;
@@ -68,13 +51,12 @@ py::dict plain(const Outcome& outcome) {
 }
 
 py::dict solve_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
-                     const std::vector<PlainUse>& uses, int64_t budget_bytes, const std::vector<std::string>& without) {
+                     const std::vector<PlainUse>& uses, int64_t budget_bytes) {
   const Trace trace = trace_of(values, ops, uses);
-  const SolverParts parts = parts_without(without);
   Solution solution;
   {
     py::gil_scoped_release no_gil;
-    solution = solve(trace, budget_bytes, parts);
+    solution = solve(trace, budget_bytes);
   }
   py::dict dict = plain(solution.outcome);
   dict["policy"] = std::vector<int>(solution.policy.begin(), solution.policy.end());
@@ -111,8 +93,7 @@ py::dict ask_plain(const std::vector<PlainValue>& values, const std::vector<Plai
 }  // namespace
 
 void register_solver(py::module_& m) {
-  m.def("activation_solve", &solve_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"),
-        py::arg("without") = std::vector<std::string>());
+  m.def("activation_solve", &solve_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"));
   m.def("activation_timeline", &ask_plain<Timeline, timeline_of>, py::arg("values"), py::arg("ops"), py::arg("uses"),
         py::arg("policy"));
   m.def("activation_simulate", &ask_plain<Outcome, simulate>, py::arg("values"), py::arg("ops"), py::arg("uses"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpointing import Checkpointer, Ram, Store
+from drivetrain.checkpointing import Checkpointer, Store
 from drivetrain.checkpointing.state.training_state import state_dicts
 from drivetrain.optim import AdamW
 
@@ -21,25 +21,18 @@ _LONGEST_PAUSE_S = 0.01  # several times a copy's
 
 
 def write_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
-    """Yields (seed, True, problems) for each seed. Trainings differ in their optimizer and in where they save."""
+    """Yields (seed, True, problems) for each seed. Trainings differ in their optimizer."""
     for first in seeds[::_STEPS]:
         some = range(first, min(first + _STEPS, seeds.stop))
         rng = random.Random(first)
-        yield from _training(
-            folder / f"writes-{first}", some, rng.choice([AdamW, torch.optim.AdamW]), rng.random() < 0.2
-        )
+        yield from _training(folder / f"writes-{first}", some, rng.choice([AdamW, torch.optim.AdamW]))
 
 
-def _training(
-    folder: Path, seeds: range, kind: type[torch.optim.Optimizer], in_memory: bool
-) -> Iterator[tuple[int, bool, list[str]]]:
+def _training(folder: Path, seeds: range, kind: type[torch.optim.Optimizer]) -> Iterator[tuple[int, bool, list[str]]]:
     model = nn.Sequential(nn.Linear(1024, _SIZE // 1024), nn.Tanh(), nn.Linear(_SIZE // 1024, 1024))
     averaged = [param.detach().clone().normal_() for param in model.parameters()]
     optimizer = kind(model.parameters(), lr=1e-3)
-    tiers = [Ram()] if in_memory else []
-    with Checkpointer(
-        folder, model=model, optimizer=optimizer, every=None if in_memory else 1, keep=2, tiers=tiers
-    ) as ckpt:
+    with Checkpointer(folder, model=model, optimizer=optimizer, every=1, keep=2) as ckpt:
         for seed in seeds:
             rng = random.Random(seed)
             model(torch.randn(4, 1024)).square().mean().backward()
@@ -49,14 +42,14 @@ def _training(
             ckpt.step()
             time.sleep(rng.random() * _LONGEST_PAUSE_S)
             _write(model, optimizer, averaged, rng)
-            tier = ckpt._tiers._ram_saver if in_memory else ckpt._saver
-            assert tier is not None
-            tier.wait()
-            store: Store = tier._store
+            saver = ckpt._saver
+            assert saver is not None
+            saver.wait()
+            store: Store = saver._store
             checkpoint = store.latest()
             problems = []
             if checkpoint is None or checkpoint.step != ckpt.steps:
-                problems.append(f"step {ckpt.steps} was not saved: {tier.error}")
+                problems.append(f"step {ckpt.steps} was not saved: {saver.error}")
             elif _hash_of(checkpoint, model) != expected:
                 problems.append(f"the checkpoint of step {ckpt.steps} has other values than the step ended with")
             yield seed, True, problems

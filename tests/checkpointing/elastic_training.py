@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from drivetrain.checkpointing import Checkpointer, Ram
+from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.data import ResumableSampler
 from drivetrain.ddp import DistributedDataParallel
@@ -40,14 +40,12 @@ def main() -> None:
         with log.open("a") as stream:
             stream.write(json.dumps({"restart": restart, "world_size": world_size, **line}) + "\n")
 
-    tiers = [Ram(directory=plan["memory"])] if plan["memory"] else []
     with Checkpointer(
         plan["directory"],
         model=model,
         optimizer=optimizer,
         data=loader,
         every=plan["every"],
-        tiers=tiers,
         timeout=60,
     ) as ckpt:
         tell(begin=ckpt.steps, pid=os.getpid(), source=str(ckpt.restored.path) if ckpt.restored else None)
@@ -57,13 +55,15 @@ def main() -> None:
                 loss = model(batch / SAMPLES).square().mean()
                 loss.backward()
                 if kills.get((restart, ckpt.steps + 1)) == rank:
-                    while not plan["memory"] and not complete_checkpoints(Path(plan["directory"])):
+                    while plan["every"] and not complete_checkpoints(Path(plan["directory"])):
                         time.sleep(0.05)  # on a slow disk the first save may still be in progress
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
                 optimizer.zero_grad()
                 ckpt.step()
                 tell(step=ckpt.steps, epoch=epoch, samples=[int(value) for value in batch[:, 0].tolist()])
+                if plan["every"] is None:
+                    ckpt.save()
                 # Waits for ranks that join.
                 while plan["hold"] == [world_size, ckpt.steps] and not ckpt.preempted:
                     time.sleep(0.05)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from drivetrain.checkpointing import Checkpointer, Ram, continue_in_place
+from drivetrain.checkpointing import Checkpointer, continue_in_place
 from drivetrain.data import ResumableSampler
 from drivetrain.ddp import DistributedDataParallel
 
@@ -30,9 +30,8 @@ def train(plan: dict[str, Any], first_rank: int, told: list[dict[str, Any]]) -> 
     loader = DataLoader(dataset, batch_size=2, sampler=ResumableSampler(dataset, seed=5))
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tiers = [Ram(directory=plan["memory"])]
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": loader}
-    with Checkpointer(plan["directory"], every=None, tiers=tiers, timeout=60, signals=(), **objects) as ckpt:
+    with Checkpointer(plan["directory"], every=None, timeout=60, signals=(), **objects) as ckpt:
         told.append({"begin": ckpt.steps, "world_size": world_size, "rank": rank, "at": time.monotonic()})
         for epoch in range(ckpt.epoch, EPOCHS):
             loader.sampler.set_epoch(epoch)
@@ -49,6 +48,7 @@ def train(plan: dict[str, Any], first_rank: int, told: list[dict[str, Any]]) -> 
                 told.append({"step": ckpt.steps, "epoch": epoch, "samples": samples, "world_size": world_size})
                 told[-1]["at"] = time.monotonic()
                 Path(plan["directory"], f"told-{first_rank}.json").write_text(json.dumps(told))
+                ckpt.save()
     weights: list[float] = model.module.weight.flatten().tolist()
     return weights
 

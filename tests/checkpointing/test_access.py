@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import stat
 import subprocess
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from drivetrain.checkpointing import Checkpointer, CheckpointError, Ram
+from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote
 from warm import warm_context
 
 OWNER, COLLEAGUE, GROUP = 4001, 4002, 4100
@@ -26,7 +23,7 @@ LIMIT_S = 100
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act for two other users")
 
 
-def train(folder: Path, steps: int, fails: bool = False, **options: object) -> int:
+def train(folder: Path, steps: int, **options: object) -> int:
     """Trains some steps more than before, and returns the steps of the checkpoint that it began with."""
     torch.manual_seed(0)
     model = nn.Linear(40, 4)
@@ -37,31 +34,14 @@ def train(folder: Path, steps: int, fails: bool = False, **options: object) -> i
             model(torch.ones(2, 40)).sum().backward()
             optimizer.step()
             ckpt.step()
-        if fails:
-            raise InterruptedError
     return begun
 
 
-def train_in_memory(folder: Path, steps: int, fails: bool = False) -> str:
-    """Trains with a Ram. Returns the steps that it began with, and the log."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain").addHandler(handler)
-    memory = Ram(directory=os.fspath(folder.parent / "memory"))
-    begun = 0
-    with contextlib.suppress(InterruptedError):
-        begun = train(folder, steps, fails, tiers=[memory])
-    return f"{begun} {records}"
-
-
-def train_as(
-    user: int, umask: int, folder: Path, steps: int, act: Callable[..., object] = train, **options: object
-) -> str:
-    """Trains in a process of a user of the group. Returns what `act` returns, or its error, as text."""
+def train_as(user: int, umask: int, folder: Path, steps: int) -> str:
+    """Trains in a process of a user of the group. Returns what `train` returns, or its error, as text."""
     context = warm_context()
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_train_as, args=(user, umask, there, act, folder, steps, options), daemon=True)
+    process = context.Process(target=_train_as, args=(user, umask, there, folder, steps), daemon=True)
     process.start()
     there.close()
     assert here.poll(LIMIT_S), "the process does not end"
@@ -70,15 +50,13 @@ def train_as(
     return text
 
 
-def _train_as(
-    user: int, umask: int, answer: Connection, act: Callable[..., object], folder: Path, steps: int, options: Any
-) -> None:
+def _train_as(user: int, umask: int, answer: Connection, folder: Path, steps: int) -> None:
     try:
         os.setgroups([GROUP])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
         os.umask(umask)
-        answer.send(str(act(folder, steps, **options)))
+        answer.send(str(train(folder, steps)))
     except BaseException:
         answer.send(traceback.format_exc())
 
@@ -99,7 +77,7 @@ def shared() -> Iterator[Path]:
 def test_files_and_folders_have_the_modes_of_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        train(tmp_path / "run", 3, tiers=[Ram(directory=os.fspath(tmp_path / "memory"))])
+        train(tmp_path / "run", 3, tiers=[Remote(f"file://{tmp_path}/remote")])
     finally:
         os.umask(before)
     paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
@@ -144,14 +122,3 @@ def test_a_directory_that_cannot_be_made_is_refused(shared: Path) -> None:
     text = train_as(COLLEAGUE, 0o002, shared / "new" / "run", 1)
     assert f"who may not write to {shared}, which belongs to user {OWNER}" in text
     assert CheckpointError.__name__ in text
-
-
-@needs_root
-def test_steps_in_the_memory_of_a_colleague_are_named(shared: Path) -> None:
-    (shared / "memory").mkdir()
-    (shared / "memory").chmod(0o1777)
-    run, warning = shared / "run", "which another user's process left in memory and this user may not read"
-    assert train_as(OWNER, 0o002, run, 3, train_in_memory) == "0 []"
-    assert train_as(COLLEAGUE, 0o002, run, 3, train_in_memory) == "3 []"  # after an orderly end, nothing is left
-    assert train_as(OWNER, 0o002, run, 3, train_in_memory, fails=True) == "0 []"
-    assert warning in train_as(COLLEAGUE, 0o002, run, 3, train_in_memory)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.checkpointing import Checkpointer, CheckpointError, Ram, Remote, Store
+from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote, Store
 
 
 def trained(directory: Path, steps: int, every: int | None = 1, out: int = 1, **options: Any) -> Checkpointer:
@@ -32,33 +32,9 @@ class Crash(Exception):
     pass
 
 
-def crashed(directory: Path, tiers: list[Any]) -> None:
-    """Leaves a checkpoint in memory only, as a process does that is killed before the first save to the disk."""
-    model = nn.Linear(1, 1)
-    nn.init.zeros_(model.weight)
-    with pytest.raises(Crash), Checkpointer(directory, model=model, every=None, tiers=tiers) as ckpt:  # noqa: PT012
-        for _ in range(3):
-            with torch.no_grad():
-                model.weight.add_(1)
-            ckpt.step()
-        raise Crash
-
-
 def identity_of(directory: Path) -> str:
     noted: dict[str, str] = json.loads((directory / "run.json").read_text())
     return noted["run"]
-
-
-def test_memory_of_a_removed_directory_is_not_continued(tmp_path: Path) -> None:
-    tiers = [Ram(directory=str(tmp_path / "memory"))]
-    crashed(tmp_path / "run", tiers)
-    assert trained(tmp_path / "run", 0, None, tiers=tiers).steps == 3  # the directory is there
-    crashed(tmp_path / "other", tiers)
-    identity = identity_of(tmp_path / "other")
-    shutil.rmtree(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=f"run '{identity}', and .*other, where it ran, was removed. .* delete"):
-        trained(tmp_path / "other", 1, tiers=tiers)
-    assert trained(tmp_path / "other", 1, tiers=tiers, run=identity).steps == 4
 
 
 def test_one_url_for_two_runs_raises(tmp_path: Path) -> None:

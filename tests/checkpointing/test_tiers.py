@@ -1,9 +1,9 @@
-"""Tests the tiers besides the local directory: shared memory, and uploads to remote file systems that fail."""
+"""Tests the tiers besides the local directory: uploads to remote file systems that fail."""
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -17,7 +17,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
-from drivetrain.checkpointing import Checkpoint, Checkpointer, CheckpointError, Encryption, Ram, Remote
+from drivetrain.checkpointing import Checkpoint, Checkpointer, CheckpointError, Encryption, Remote
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
 from drivetrain.ddp import DistributedDataParallel
@@ -88,9 +88,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSystem]]:
     kind.gate.set()
 
 
-def trained(
-    directory: Path, steps: int, *, tiers: list[Ram | Remote], every: int | None = 1, **more: Any
-) -> Checkpointer:
+def trained(directory: Path, steps: int, *, tiers: list[Remote], every: int | None = 1, **more: Any) -> Checkpointer:
     """Trains some steps, each of which adds 1 to the weight, and returns the Checkpointer."""
     model = nn.Linear(1, 1)
     nn.init.zeros_(model.weight)
@@ -110,7 +108,7 @@ def stored(kind: type[FlakyFileSystem]) -> set[str]:
 
 
 def test_checkpoints_are_uploaded_and_continued_elsewhere(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
-    tiers: list[Ram | Remote] = [Remote("flaky://run", keep=2)]
+    tiers: list[Remote] = [Remote("flaky://run", keep=2)]
     ckpt = trained(tmp_path / "a", 5, tiers=tiers, keep=1)
     (status,) = ckpt.status()
     assert status == ("flaky://run", 5, (), None, ())
@@ -150,7 +148,7 @@ def test_an_outage_is_reported_and_the_training_goes_on(
     tmp_path: Path, remote: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
 ) -> None:
     remote.fails = set(range(1000))
-    tiers: list[Ram | Remote] = [Remote("flaky://run", attempts=2)]
+    tiers: list[Remote] = [Remote("flaky://run", attempts=2)]
     with pytest.raises(CheckpointError, match="not every tier has the last step: attempt 2 of 2 to upload flaky://run"):
         trained(tmp_path, 3, tiers=tiers)
     assert "attempt 1 of 2" in caplog.text
@@ -166,7 +164,7 @@ def test_an_outage_is_reported_and_the_training_goes_on(
 
 
 def test_an_unreachable_remote_never_starts_again(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
-    tiers: list[Ram | Remote] = [Remote("flaky://run", attempts=2)]
+    tiers: list[Remote] = [Remote("flaky://run", attempts=2)]
     trained(tmp_path / "a", 2, tiers=tiers)
     remote.is_down = True
     with pytest.raises(
@@ -196,7 +194,7 @@ def test_what_is_uploaded_is_not_deleted(tmp_path: Path, remote: type[FlakyFileS
 
 
 def test_a_torn_upload_is_no_checkpoint(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
-    tiers: list[Ram | Remote] = [Remote("flaky://run")]
+    tiers: list[Remote] = [Remote("flaky://run")]
     trained(tmp_path / "a", 2, tiers=tiers, every=None)
     for path in [path for path in remote.store if path.startswith("/run/step-0000000002/")]:
         remote.store[path.replace("0000000002", "0000000009")] = remote.store[path]
@@ -208,7 +206,7 @@ def test_a_torn_upload_is_no_checkpoint(tmp_path: Path, remote: type[FlakyFileSy
 def test_a_damaged_remote_checkpoint_is_passed_over(
     tmp_path: Path, remote: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tiers: list[Ram | Remote] = [Remote("flaky://run", keep=None)]
+    tiers: list[Remote] = [Remote("flaky://run", keep=None)]
     for steps in (2, 1):
         trained(tmp_path / "a", steps, tiers=tiers, every=None)
 
@@ -255,7 +253,7 @@ def test_uploads_can_be_rarer(tmp_path: Path, remote: type[FlakyFileSystem]) -> 
 
 def test_encrypted_checkpoints_are_uploaded_as_they_are(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
     keys = Encryption(key=lambda key_id: ("k", bytes(32)))
-    tiers: list[Ram | Remote] = [Remote("flaky://run")]
+    tiers: list[Remote] = [Remote("flaky://run")]
     trained(tmp_path / "a", 2, tiers=tiers, encryption=keys)
     assert trained(tmp_path / "b", 1, tiers=tiers, encryption=keys).steps == 3
     assert Checkpoint(tmp_path / "b" / "step-0000000003").key_id == "k"
@@ -264,7 +262,7 @@ def test_encrypted_checkpoints_are_uploaded_as_they_are(tmp_path: Path, remote: 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_file_systems_of_fsspec(tmp_path: Path, scheme: str) -> None:
     url = f"file://{tmp_path}/remote" if scheme == "file" else f"memory://{tmp_path.name}"
-    tiers: list[Ram | Remote] = [Remote(url, keep=1)]
+    tiers: list[Remote] = [Remote(url, keep=1)]
     trained(tmp_path / "a", 4, tiers=tiers)
     assert trained(tmp_path / "b", 1, tiers=tiers).steps == 5
     if scheme == "file":
@@ -300,16 +298,14 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Ram(every=0), ValueError, "every is 0, expected at least 1 step"),
         (lambda: Remote("memory://a", keep=0), ValueError, "keep is 0"),
         (lambda: Remote("memory://a", attempts=0), ValueError, "attempts is 0"),
         (lambda: Remote("memory://a", every="often"), ValueError, "every is 'often'"),
         (
             lambda: Checkpointer("a", model=nn.Linear(1, 1), tiers=["s3://a"]),
             TypeError,
-            "tiers has a str, expected Ram",
+            "tiers has a str, expected Remote",
         ),
-        (lambda: Checkpointer("a", model=nn.Linear(1, 1), tiers=[Ram(), Ram()]), ValueError, "tiers has 2 members"),
     ],
 )
 def test_bad_arguments(make: Any, error: type[Exception], message: str) -> None:
@@ -317,82 +313,53 @@ def test_bad_arguments(make: Any, error: type[Exception], message: str) -> None:
         make()
 
 
-# ---- Shared memory.
+# ---- A directory in shared memory, with a remote on the disk.
 
 _KILLED = """
 import os, signal, sys, torch
 from torch import nn
-from drivetrain.checkpointing import Checkpointer, Ram
+from drivetrain.checkpointing import Checkpointer, Remote
 model = nn.Linear(1, 1)
 nn.init.zeros_(model.weight)
-with Checkpointer(sys.argv[1], model=model, every=None, tiers=[Ram(directory=sys.argv[2])]) as ckpt:
+with Checkpointer(sys.argv[1], model=model, every=None, tiers=[Remote(f"file://{sys.argv[2]}", every="1h")]) as ckpt:
     assert model.weight.item() == ckpt.steps
     print(ckpt.steps, flush=True)
     for _ in range(int(sys.argv[3])):
         with torch.no_grad():
             model.weight.add_(1)
         ckpt.step()
+        ckpt.save()
     if sys.argv[4] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[4] == "raise":
-        raise RuntimeError("as asked")
 """
 
 
-def run_ram(tmp_path: Path, steps: int, end: str) -> tuple[int, int]:
+def run_in_memory(tmp_path: Path, steps: int, end: str) -> tuple[int, int]:
     """Trains in a process of its own. Returns its exit code and the step from which it continued."""
-    (tmp_path / "shm").mkdir(exist_ok=True)
-    arguments = [str(tmp_path / "runs"), str(tmp_path / "shm"), str(steps), end]
+    arguments = [str(tmp_path / "memory" / "run"), str(tmp_path / "disk"), str(steps), end]
     found = subprocess.run(
         [warm_python(), "-c", _KILLED, *arguments], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False
     )
     return found.returncode, int(found.stdout)
 
 
-def test_memory_outlives_the_process(tmp_path: Path) -> None:
-    assert run_ram(tmp_path, 4, "kill") == (-signal.SIGKILL, 0)
-    code, begin = run_ram(tmp_path, 2, "raise")
-    assert code == 1
-    assert begin >= 3  # the save of step 4 may have been in progress
-    code, again = run_ram(tmp_path, 1, "end")
-    assert (code, again) == (0, begin + 2)  # an exception lets the last save end
-    assert complete_checkpoints(tmp_path / "runs")[-1].step == again + 1
-    assert not [path for path in (tmp_path / "shm").rglob("*") if path.is_file()]  # freed after an orderly end
-    assert run_ram(tmp_path, 0, "end") == (0, again + 1)
-
-
-def test_the_newest_of_all_tiers_wins(tmp_path: Path) -> None:
-    shm = tmp_path / "shm"
-    shm.mkdir()
-    trained(tmp_path / "runs", 3, tiers=[], every=None)
-    run_ram(tmp_path, 3, "kill")  # memory has step 5 or 6
-    found = trained(tmp_path / "runs", 0, tiers=[Ram(directory=str(shm))], every=None)
-    assert found.steps in (5, 6)
-    assert found.restored is not None
-    assert shm in found.restored.path.parents
-
-
-def test_a_full_memory_does_not_stop_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    blocked = tmp_path / "shm"
-    blocked.mkdir()
-    (blocked / f"drivetrain-{os.getuid()}").mkdir()
-    (blocked / f"drivetrain-{os.getuid()}" / Ram(directory=str(blocked)).path_for(tmp_path / "runs").name).write_text(
-        ""
-    )
-    ckpt = trained(tmp_path / "runs", 3, tiers=[Ram(directory=str(blocked))], every=2)
-    assert ckpt.steps == 3
-    assert "the training goes on without its copy in memory" in caplog.text
-    assert complete_checkpoints(tmp_path / "runs")[-1].step == 3
+def test_a_directory_in_memory_outlives_the_process_and_its_remote_the_host(tmp_path: Path) -> None:
+    assert run_in_memory(tmp_path, 4, "end") == (0, 0)
+    assert run_in_memory(tmp_path, 3, "kill") == (-signal.SIGKILL, 4)
+    assert run_in_memory(tmp_path, 2, "kill") == (-signal.SIGKILL, 7)  # no complete step is lost
+    newest = complete_checkpoints(tmp_path / "disk")[-1].step
+    shutil.rmtree(tmp_path / "memory")  # as after a restart of the host
+    assert newest >= 4
+    assert run_in_memory(tmp_path, 1, "end") == (0, newest)
 
 
 # ---- Several ranks.
 
 
-def _train_on_ranks(directory: str, url: str, memory: str, steps: int) -> tuple[int, str | None, int]:
+def _train_on_ranks(directory: str, url: str, steps: int) -> tuple[int, str | None, int]:
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tiers: list[Ram | Remote] = [Ram(directory=memory), Remote(url)]
-    options: dict[str, Any] = {"tiers": tiers, "every": 2, "timeout": LIMIT_S, "run": "tested"}
+    options: dict[str, Any] = {"tiers": [Remote(url)], "every": 2, "timeout": LIMIT_S, "run": "tested"}
     with Checkpointer(directory, model=model, optimizer=optimizer, **options) as ckpt:
         for _ in range(steps):
             model(torch.ones(1, 2)).sum().backward()
@@ -403,16 +370,15 @@ def _train_on_ranks(directory: str, url: str, memory: str, steps: int) -> tuple[
 
 
 def test_ranks_share_tiers(tmp_path: Path) -> None:
-    (tmp_path / "memory").mkdir()
     pool = RankPool(2, tmp_path)
-    url, memory = f"file://{tmp_path}/remote", str(tmp_path / "memory")
+    url = f"file://{tmp_path}/remote"
     try:
-        first = pool.run(_train_on_ranks, str(tmp_path / "a"), url, memory, 5)
-        second = pool.run(_train_on_ranks, str(tmp_path / "b"), url, memory, 1)  # the first directory is gone
+        first = pool.run(_train_on_ranks, str(tmp_path / "a"), url, 5)
+        second = pool.run(_train_on_ranks, str(tmp_path / "b"), url, 1)  # the first directory is gone
     finally:
         pool.close()
-    assert first == [(5, None, 2), (5, None, 1)]  # rank 0 alone knows the remote
-    assert second == [(6, str(tmp_path / "b"), 2), (6, str(tmp_path / "b"), 1)]
+    assert first == [(5, None, 1), (5, None, 0)]  # rank 0 alone knows the remote
+    assert second == [(6, str(tmp_path / "b"), 1), (6, str(tmp_path / "b"), 0)]
     newest = complete_checkpoints(tmp_path / "remote")[-1]
     assert newest.step == 6
     assert newest.world_size == 2

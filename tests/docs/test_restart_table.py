@@ -78,9 +78,6 @@ TESTS = {
         "test_access: test_a_colleague_who_may_not_write_is_refused_before_the_training"
     ),
     "other values in `config`": "test_identity: test_other_settings_raise_and_say_how_to_go_on",
-    "the directory was removed, `Ram` has a checkpoint": (
-        "test_identity: test_memory_of_a_removed_directory_is_not_continued"
-    ),
     "a directory whose checkpoints were all deleted": "test_identity: test_deleted_checkpoints_do_not_begin_anew",
     "two runs with one remote URL": "test_identity: test_two_runs_that_begin_together_do_not_share_a_url",
     "another model with equal names and shapes, without `config`": (

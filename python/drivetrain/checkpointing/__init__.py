@@ -7,9 +7,8 @@ from .store.errors import CheckpointError, EncryptionError, Fault
 from .store.reading import Checkpoint
 from .store.save import Save
 from .store.store import Store
-from .store.uploader import TierStatus
+from .store.uploader import Remote, TierStatus
 from .survivors import continue_in_place
-from .tiers import Ram, Remote
 
 __all__ = [
     "Checkpoint",
@@ -19,7 +18,6 @@ __all__ = [
     "Encryption",
     "EncryptionError",
     "Fault",
-    "Ram",
     "Remote",
     "Save",
     "Store",

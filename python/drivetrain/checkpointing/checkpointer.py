@@ -33,8 +33,8 @@ from .store.encryption import Encryption
 from .store.errors import CheckpointError
 from .store.reading import Checkpoint
 from .store.store import Store
-from .store.uploader import TierStatus
-from .tiers import Ram, Remote, Tiers
+from .store.uploader import Remote, TierStatus
+from .tiers import Tiers
 
 _logger = logging.getLogger("drivetrain")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -98,8 +98,8 @@ class Checkpointer:
         encryption: Encrypts checkpoints with AES-256-GCM; see `Encryption`. None writes plain files.
         audit: Appends a line of JSON for each save, load and deletion to `audit.jsonl` in the directory, or to the
             given file. False writes none. A `Store` has settings of its own for both.
-        tiers: `Ram()` keeps the newest state in shared memory, which survives the process, and `Remote(url)` uploads
-            checkpoints. The block begins with the newest checkpoint of all tiers and of the directory.
+        tiers: `Remote(url)` uploads checkpoints. The block begins with the newest checkpoint of all tiers and of the
+            directory.
 
     Raises:
         TypeError: An argument has another type than expected, or the position of `data` cannot be saved.
@@ -137,7 +137,7 @@ class Checkpointer:
         timeout: float = 1800.0,
         encryption: Encryption | None = None,
         audit: bool | str | os.PathLike[str] = True,
-        tiers: Sequence[Ram | Remote] = (),
+        tiers: Sequence[Remote] = (),
     ) -> None:
         if on_error not in ("raise", "log"):
             raise ValueError(f"on_error is {on_error!r}, expected 'raise' or 'log'")
@@ -151,7 +151,7 @@ class Checkpointer:
         self._exit_code, self._on_error, self._timeout = exit_code, on_error, timeout
         self._notices = Notices(signals, preemption_file, cloud)
         self._ranks = Ranks(timeout)
-        self._tiers = Tiers(tiers, self._ranks, timeout)
+        self._tiers = Tiers(tiers, self._ranks)
         self._position = position_of(data)
         self._state = TrainingState(
             model=model,
@@ -218,14 +218,14 @@ class Checkpointer:
         if self._saver is not None:
             raise RuntimeError("this Checkpointer is in a with block already")
         try:
-            self._store = self._directory if isinstance(self._directory, Store) else self._new_store(None)
-            self._saver = self._new_saver(self._store)
+            self._store = self._directory if isinstance(self._directory, Store) else self._new_store()
+            self._saver = Saver(self._store, self._state, self._timeout)
             self._notices.open()
             home = os.fspath(self._store.directory if isinstance(self._directory, Store) else self._directory)
-            self._tiers.open(self._store, home, self._run, self._new_store, self._new_saver)
+            self._tiers.open(self._store, home, self._run)
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
             self._state.open(lambda: self._notices.reason is not None)
-            self._restore(self._store)
+            self._restore()
             self._entered_at = time.monotonic()
             leaving = self._ranks.exchange(self._flags()).leave
             _company.join(self, self._save_last)
@@ -292,8 +292,6 @@ class Checkpointer:
         if not agreed.busy and (agreed.due or (self._every.steps is not None and self._every.is_due(since, 0.0))):
             saver.wait()  # no rank was busy; this returns at once
             self._begin_save(saver)
-        elif self._tiers.is_due(self._steps):
-            self._tiers.step(self._steps, self._header())
         if not is_alone:
             self._ranks.start(self._flags())
 
@@ -421,7 +419,7 @@ class Checkpointer:
                 raise CheckpointError(f"not every tier has the last step: {failure}")
             _logger.error("not every tier has the last step: %s", failure)
 
-    def _restore(self, store: Store) -> None:
+    def _restore(self) -> None:
         loaded = load_newest(self._tiers, self._ranks, self._state)
         if loaded is None:
             return
@@ -436,7 +434,7 @@ class Checkpointer:
         self._steps = self._saved_steps = state["steps"]
         self._elapsed = state["elapsed"]
         self.restored = checkpoint
-        if self._saver is not None and checkpoint.path.parent == store.directory:
+        if self._saver is not None:
             self._saver.begun_step = self._saver.saved_step = checkpoint.step
         if self._ranks.rank == 0:
             warn_of_differences(
@@ -447,23 +445,18 @@ class Checkpointer:
                 differing,
             )
 
-    def _new_store(self, in_memory: Path | None) -> Store:
-        """Opens the directory, or another one in memory."""
-        directory = in_memory or self._directory
+    def _new_store(self) -> Store:
+        directory = self._directory
         assert not isinstance(directory, Store)
-        audit = Path(directory) / AUDIT if self._audit is True else self._audit or None
         return Store(
             directory,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
-            keep=self._keep if in_memory is None else 1,
+            keep=self._keep,
             timeout=self._timeout,
             encryption=self._encryption,
-            audit=audit if in_memory is None else None,
+            audit=Path(directory) / AUDIT if self._audit is True else self._audit or None,
         )
-
-    def _new_saver(self, store: Store) -> Saver:
-        return Saver(store, self._state, self._timeout)
 
     def _open_saver(self) -> Saver:
         if self._saver is None:
@@ -471,9 +464,9 @@ class Checkpointer:
         return self._saver
 
     def _close(self, is_orderly: bool) -> None:
-        saver, self._saver = self._saver, None
+        self._saver = None
         _company.part(self)
-        self._tiers.close(is_orderly and saver is not None and saver.saved_step == self._steps)
+        self._tiers.close()
         self._elapsed, self._entered_at = self.elapsed, None
         self._state.close()
         self._notices.close()

@@ -45,11 +45,9 @@ def load_newest(
         CheckpointError: Checkpoints exist and none can be read, or ranks see different directories.
         EncryptionError: The key of the newest checkpoint is missing.
     """
-    stores = tiers.stores()
-    local = stores[0].directory
-    surveys = [store.survey() for store in stores]
-    found = {checkpoint.serial: checkpoint for each in surveys for checkpoint in each.complete}
-    damaged = [error for each in surveys for error in each.damaged]
+    local = tiers.store.directory
+    complete, damaged = tiers.store.survey()
+    found = {checkpoint.serial: checkpoint for checkpoint in complete}
     passed_over: list[CheckpointError] = []
     fetched: set[int] = set()
     bound = max(found, default=0) + 1
@@ -96,7 +94,7 @@ def load_newest(
         if mine not in fetched and tiers.fetch(older, mine):
             fetched.add(mine)
             _logger.warning("%s is damaged, and a remote copy takes its place: %s", checkpoint.path, failure)
-            found |= {checkpoint.serial: checkpoint for checkpoint in stores[0].survey().complete}
+            found |= {checkpoint.serial: checkpoint for checkpoint in tiers.store.survey().complete}
             continue
         _logger.warning("a checkpoint is passed over: %s", failure)
         passed_over.append(failure)

@@ -90,7 +90,6 @@ def _list(args: argparse.Namespace) -> int:
 
 def _tiers(directory: Path) -> list[str]:
     """Returns what the last run has written about its other tiers, a line for each."""
-    from ..checkpointing.store.reading import complete_checkpoints
     from ..checkpointing.tiers import TIERS
 
     try:
@@ -98,9 +97,6 @@ def _tiers(directory: Path) -> list[str]:
     except FileNotFoundError:
         return []
     lines = []
-    if found["ram"] is not None and Path(found["ram"]).is_dir():
-        steps = [f"step {checkpoint.step} is complete" for checkpoint in complete_checkpoints(Path(found["ram"]))]
-        lines.append(f"{found['ram']}: {', '.join(steps) or 'no checkpoint'}")
     for tier in found["remotes"]:
         parts = [f"step {tier['newest']} is complete"] if tier["newest"] is not None else []
         parts += [f"step {step} is being uploaded" for step in tier["pending"]]

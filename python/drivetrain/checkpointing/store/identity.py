@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -44,11 +43,10 @@ class Identity:
     def __init__(self, directory: Path, home: str, run: str | None) -> None:
         self._directory, self._given = directory, run
         self._noted, self._has_saved = self._written = _read(directory)
-        self._guard = threading.Lock()  # saves into several tiers end in threads of their own
         self.origin = Origin(run or self._noted, home)
 
-    def settle(self, local: Iterable[Origin], memory: Path | None, in_memory: Iterable[Origin]) -> None:
-        """Compares the run with the checkpoints of its directory, and those in memory.
+    def settle(self, local: Iterable[Origin]) -> None:
+        """Compares the run with the checkpoints of its directory.
 
         Raises:
             CheckpointError: They are of another run.
@@ -63,14 +61,6 @@ class Identity:
             if found.run and not self.origin.run:
                 self.origin = self.origin._replace(run=found.run)
             self._compare(found, os.fspath(self._directory))
-        for found in in_memory:
-            if found.run and not self.origin.run:
-                raise CheckpointError(
-                    f"{memory} holds checkpoints of the run {found.run!r}, and {self._directory}, where it ran, was "
-                    f"removed. To start from scratch, delete {memory}. To continue that run from memory, pass "
-                    f"run={found.run!r} to Checkpointer."
-                )
-            self._compare(found, os.fspath(memory or ""))
 
     def settle_remote(self, url: str, found: Origin) -> None:
         """Compares the run with a remote checkpoint. A run that is new on this host takes that identity.
@@ -98,10 +88,9 @@ class Identity:
 
     def completed(self) -> None:
         """Notes that the run has had a checkpoint."""
-        with self._guard:
-            if not self._has_saved:
-                self._has_saved = True
-                self._write()
+        if not self._has_saved:
+            self._has_saved = True
+            self._write()
 
     def check_new(self) -> None:
         """Raises CheckpointError if no checkpoint was found, although the run has had one."""

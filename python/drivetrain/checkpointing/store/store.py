@@ -126,7 +126,6 @@ class Store:
         self._coordinator = coordinator
         self._observer: Observer | None = None
         self._announced = 0  # calls
-        self._numbered_with: tuple[Path, ...] = ()
         self._slab = Slab()
         self._guard = threading.Lock()
         self._queue: deque[tuple[int, Save]] = deque()
@@ -278,10 +277,6 @@ class Store:
 
         return describe
 
-    def continue_numbers_of(self, *directories: Path) -> None:
-        """Makes serials grow over the checkpoints of other directories as well, so that the newest of all is known."""
-        self._numbered_with = directories
-
     def _drain(self) -> None:
         """Writes the saves of the queue in order; runs in a thread of its own until the queue is empty."""
         while True:
@@ -356,8 +351,7 @@ class Store:
             self._audit.append("save", path, save.step, save.nbytes, save._key_id, result)
 
     def _next_serial(self) -> int:
-        directories = [self.directory, *(one for one in self._numbered_with if one.is_dir())]
-        return max((manifest.serial for one in directories for manifest in manifests(one)), default=0) + 1
+        return max((manifest.serial for manifest in manifests(self.directory)), default=0) + 1
 
     def _delete_old(self) -> None:
         if self._keep is None:

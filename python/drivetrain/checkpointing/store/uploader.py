@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..preemption.interval import seconds_of
 from .errors import CheckpointError
 from .layout import STEP
 from .remote import RemoteDirectory
 
 _logger = logging.getLogger("drivetrain")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Uploads complete checkpoints to a file system of fsspec in the background.
+
+    Attributes:
+        url: Such as s3://bucket/run, gs://bucket/run or file:///mnt/run.
+        every: Shortest time between uploads, such as "1h"; None uploads each checkpoint. During an upload
+            only the newest of the next ones waits. The last one of a run is uploaded always.
+        keep: Number of checkpoints to keep there; None keeps all.
+        attempts: Number of calls that fail before the upload is given up. Pauses grow from 0.5 s to 60 s.
+        reads_back: Reads each uploaded file back to compare its checksums. Without it, only sizes are compared.
+        options: Arguments of the file system's class, such as {"profile": "training"} for s3fs.
+    """
+
+    url: str
+    every: str | float | datetime.timedelta | None = None
+    keep: int | None = 3
+    attempts: int = 8
+    reads_back: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            seconds_of(self.every, "every")
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"keep is {self.keep}, expected at least 1, or None to keep all")
+        if self.attempts < 1:
+            raise ValueError(f"attempts is {self.attempts}, expected at least 1")
 
 
 class TierStatus(NamedTuple):
@@ -42,24 +75,20 @@ class Uploader:
     Its thread ends with the process, as a remote may never answer.
 
     Args:
-        url, options: The URL, and arguments of its file system's class: see `RemoteDirectory`.
-        keep: Number of checkpoints to keep there; None keeps all.
-        attempts: Number of calls that fail before the upload is given up.
-        reads_back: Reads each file back to compare its checksums.
+        tier: Where and how often to upload.
         changed: Called after each change of `status`, in the uploader's thread.
+
+    Attributes:
+        remote: The remote directory.
+        last: The last complete checkpoint of this run.
+        newest_found: The newest serial that the remote had at the start; None if it could not be read.
     """
 
-    def __init__(
-        self,
-        url: str,
-        options: Mapping[str, Any],
-        keep: int | None,
-        attempts: int,
-        reads_back: bool,
-        changed: Callable[[], None],
-    ) -> None:
-        self._url, self._keep, self._attempts, self._reads_back = url, keep, attempts, reads_back
-        self._changed_call = changed
+    def __init__(self, tier: Remote, changed: Callable[[], None]) -> None:
+        self._tier, self._changed_call = tier, changed
+        self._submitted_at = float("-inf")
+        self.last: Path | None = None
+        self.newest_found: int | None = None
         self._stop = threading.Event()
         self._state = threading.Condition()
         self._current: Path | None = None
@@ -68,13 +97,20 @@ class Uploader:
         self._error: str | None = None
         self._failed: list[int] = []
         self._thread: threading.Thread | None = None
-        self.remote = RemoteDirectory(url, options, self._attempt)
+        self.remote = RemoteDirectory(tier.url, tier.options, self._attempt)
+
+    def completed(self, folder: Path) -> None:
+        """Uploads a complete checkpoint if the last upload is long enough ago."""
+        self.last, every = folder, self._tier.every
+        if every is None or time.monotonic() - self._submitted_at >= seconds_of(every, "every"):
+            self.submit(folder)
 
     def submit(self, folder: Path) -> None:
         """Uploads a complete checkpoint as soon as the one in progress has ended."""
+        self._submitted_at = time.monotonic()
         with self._state:
             if self._waiting is not None and self._waiting != folder:
-                _logger.info("%s is not uploaded to %s: a newer one is", self._waiting.name, self._url)
+                _logger.info("%s is not uploaded to %s: a newer one is", self._waiting.name, self._tier.url)
             self._waiting = folder
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="drivetrain-upload", daemon=True)
@@ -91,12 +127,16 @@ class Uploader:
         """Returns what is complete, pending and failed."""
         with self._state:
             pending = tuple(_step(folder) for folder in (self._current, self._waiting) if folder is not None)
-            return TierStatus(self._url, self._newest, pending, self._error, tuple(self._failed))
+            return TierStatus(self._tier.url, self._newest, pending, self._error, tuple(self._failed))
 
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until nothing is pending; returns whether that is so in time."""
+    def finish(self, timeout_s: float) -> str | None:
+        """Uploads the last checkpoint, and waits until nothing is pending. Returns what failed or takes longer."""
+        if self.last is not None and self._newest != _step(self.last):
+            self.submit(self.last)
         with self._state:
-            return self._state.wait_for(lambda: self._current is None and self._waiting is None, timeout_s)
+            if not self._state.wait_for(lambda: self._current is None and self._waiting is None, timeout_s):
+                return f"the upload to {self._tier.url} did not end within {timeout_s:g} s"
+            return self._error
 
     def close(self) -> None:
         """Ends the thread after the current call, and forgets what is pending."""
@@ -117,12 +157,12 @@ class Uploader:
             error: str | None = None
             began = time.monotonic()
             try:
-                self.remote.upload(folder, self._reads_back)
-                _logger.info("uploaded %s to %s in %.1f s", folder.name, self._url, time.monotonic() - began)
+                self.remote.upload(folder, self._tier.reads_back)
+                _logger.info("uploaded %s to %s in %.1f s", folder.name, self._tier.url, time.monotonic() - began)
                 self._remove_old()
             except Exception as caught:  # each remote file system raises errors of its own
                 error = f"{type(caught).__name__}: {caught}" if not isinstance(caught, CheckpointError) else str(caught)
-                _logger.error("%s was not uploaded to %s: %s", folder.name, self._url, error)
+                _logger.error("%s was not uploaded to %s: %s", folder.name, self._tier.url, error)
             with self._state:
                 self._current, self._error = None, error
                 if error is None:
@@ -134,19 +174,19 @@ class Uploader:
 
     def _remove_old(self) -> None:
         try:
-            self.remote.remove_old(self._keep)
+            self.remote.remove_old(self._tier.keep)
         except Exception as error:
-            _logger.warning("old checkpoints were not deleted from %s: %s", self._url, error)
+            _logger.warning("old checkpoints were not deleted from %s: %s", self._tier.url, error)
 
     def _attempt(self, what: str, call: Callable[[], Any]) -> Any:
         """Calls again after errors, with pauses that double and vary, so that many runs do not come at once."""
         pause = _FIRST_PAUSE_S
-        for number in range(1, self._attempts + 1):
+        for number in range(1, self._tier.attempts + 1):
             try:
                 return call()
             except Exception as error:
-                text = f"attempt {number} of {self._attempts} to {what} failed: {type(error).__name__}: {error}"
-                if number == self._attempts:
+                text = f"attempt {number} of {self._tier.attempts} to {what} failed: {type(error).__name__}: {error}"
+                if number == self._tier.attempts:
                     raise CheckpointError(text) from error
                 with self._state:
                     self._error = text

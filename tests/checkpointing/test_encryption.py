@@ -104,22 +104,12 @@ def fix_chunks(folder: Path, rank: int = 0) -> None:
     fix_manifest(folder)
 
 
-@pytest.mark.parametrize("has_into", [True, False], ids=["into", "copies"])
-def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_into: bool) -> None:
-    if not has_into:  # cryptography before 47
-
-        class Older:
-            def __init__(self, key: bytes) -> None:
-                cipher = newer(key)
-                self.encrypt, self.decrypt = cipher.encrypt, cipher.decrypt
-
-        newer = aead.AESGCM
-        monkeypatch.setattr(aead, "AESGCM", Older)
+def test_round_trip(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, kms("old"))
     assert checkpoint.key_id == "old"
     assert checkpoint.verify() == []
     assert_equal(checkpoint, 1)
-    assert checkpoint.load(["half"], verify=False)["half"].tolist() == tensors_of(1)["half"].tolist()
+    assert checkpoint.load(["half"])["half"].tolist() == tensors_of(1)["half"].tolist()
     assert_equal(Checkpoint(checkpoint.path, kms("new")), 1)
 
 
@@ -274,8 +264,9 @@ def test_a_chunk_of_another_file_is_found_and_named(tmp_path: Path) -> None:
     file.write_bytes(data)
     (fault,) = checkpoint.verify()
     assert (fault.file, fault.chunk, fault.tensors) == (file.name, 1, ("large",))
+    checkpoint._records[0].chunks[1] = other._records[0].chunks[1]  # as if the checksums collided
     with pytest.raises(CheckpointError, match=r"chunk 1 \(large\): its authentication tag does not hold"):
-        checkpoint.load(verify=False)  # tags are compared always
+        checkpoint.load()
 
 
 def test_keys_rotate(tmp_path: Path) -> None:

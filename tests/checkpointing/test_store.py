@@ -113,7 +113,6 @@ def test_tensors_that_cross_chunks_come_back(tmp_path: Path, isa: str) -> None:
     assert_same_bits(checkpoint.load(), tensors)
     for name, tensor in tensors.items():
         assert_same_bits(checkpoint.load([name]), {name: tensor})
-        assert_same_bits(checkpoint.load([name], verify=False), {name: tensor})
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -174,9 +173,8 @@ def test_tensors_may_change_once_they_are_copied(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         for step in range(3):
             save = store.save(step, tensors, None)
-            for name, tensor in tensors.items():
-                save.wait_copied(LIMIT_S, names=[name])
-                assert save.copied(name)
+            save.wait_copied(LIMIT_S)
+            for tensor in tensors.values():
                 tensor.add_(1)
             assert_same_bits(save.result(LIMIT_S).load(), expected)
             expected = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -390,7 +388,6 @@ def test_bad_arguments_of_save(
         ({"rank": 2, "world_size": 2}, "rank is 2, expected 0 to"),
         ({"keep": 0}, "keep is 0, expected at least 1"),
         ({"timeout": 0}, "timeout is 0"),
-        ({"num_threads": 0}, "num_threads is 0"),
         ({"world_size": 2}, "coordinator is None and world_size 2"),
     ],
 )

@@ -4,7 +4,6 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -174,11 +173,19 @@ def _load(checkpoint: Checkpoint, rank: int, training: TrainingState) -> tuple[J
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {lacking[0]!r}, which its state refers to")
     sizes = {name: shapes[name].numel() * dtypes[name].itemsize for name in shapes if name in needed}
     tensors: dict[str, Tensor] = {}
-    with _progress(checkpoint, sum(sizes.values()), rank) as bar:
+    total, console, began = sum(sizes.values()), Console(stderr=True), time.monotonic()
+    is_told = rank == 0 and total >= _SHOWN_FROM_BYTES
+    columns = "loading {task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    is_hidden = not (is_told and console.is_terminal)
+    with Progress(
+        *columns, console=console, transient=True, disable=is_hidden, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
+        task = bar.add_task(checkpoint.path.name, total=total)
         for names in _groups(sizes):
             tensors.update(checkpoint.read(names))
-            if bar is not None:
-                bar.update(bar.task_ids[0], advance=sum(sizes[name] for name in names))
+            bar.advance(task, sum(sizes[name] for name in names))
+    if is_told:
+        _logger.info("loaded %.1f GiB from %s in %.1f s", total / 2**30, checkpoint.path, time.monotonic() - began)
     parts = read_shards(checkpoint, state, training.region)
     tensors |= parts
     checkpoint.record_load(sum(sizes.values()) + sum(part.nbytes for part in parts.values()))
@@ -197,28 +204,3 @@ def _groups(sizes: dict[str, int]) -> Iterator[Sequence[str]]:
             group, total = [], 0
     if group:
         yield group
-
-
-@contextmanager
-def _progress(checkpoint: Checkpoint, total: int, rank: int) -> Iterator[Progress | None]:
-    """Shows a bar on the terminal of rank 0 for a long load; without a terminal the log tells its begin and end."""
-    if rank != 0 or total < _SHOWN_FROM_BYTES:
-        yield None
-        return
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        began = time.monotonic()
-        _logger.info("loading %.1f GiB from %s", total / 2**30, checkpoint.path)
-        yield None
-        _logger.info("loaded %s in %.1f s", checkpoint.path, time.monotonic() - began)
-        return
-    columns = (
-        "loading {task.description}",
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
-        bar.add_task(checkpoint.path.name, total=total)
-        yield bar

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -201,7 +202,7 @@ def _collect(args: argparse.Namespace) -> int:
         raise ValueError(f"--keep is {args.keep}, expected at least 1")
     if not args.directory.is_dir():
         raise ValueError(f"directory is {args.directory}, which is no directory")
-    with disk.locked(args.directory.absolute()):
+    with closing(disk.Lock(args.directory.absolute())):
         complete = complete_checkpoints(args.directory)
         old = [checkpoint.path for checkpoint in complete[: -args.keep]] if args.keep is not None else []
         found = find_checkpoints(args.directory) if args.damaged else ()

@@ -16,7 +16,7 @@ Generators = Sequence[Any]  # torch.Generator, numpy.random.Generator, numpy.ran
 def check(generators: Generators) -> None:
     """Raises TypeError if an element of `generators` is of a kind whose state is unknown."""
     for index, generator in enumerate(generators):
-        _state_of(generator, f"generators[{index}]")
+        state_of(generator, f"generators[{index}]")
 
 
 def capture(generators: Generators = ()) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def capture(generators: Generators = ()) -> dict[str, Any]:
     has_cuda = torch.cuda.is_initialized()
     return capture_host() | {
         "cuda": [_bytes(state) for state in torch.cuda.get_rng_state_all()] if has_cuda else [],
-        "generators": [_state_of(generator, "generators") for generator in generators],
+        "generators": [state_of(generator, "generators") for generator in generators],
     }
 
 
@@ -103,11 +103,6 @@ def generators_of(*objects: Any, but: Any) -> list[Any]:
     return list(found.values())
 
 
-def state_of(generator: Any) -> Any:
-    """Returns the state of one generator, for `Encoder.encode`."""
-    return _state_of(generator, "generator")
-
-
 def set_state(generator: Any, state: Any) -> None:
     """Restores what `state_of` returned into a generator of the same kind."""
     if isinstance(generator, torch.Generator):
@@ -126,7 +121,8 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _state_of(generator: Any, name: str) -> Any:
+def state_of(generator: Any, name: str = "generator") -> Any:
+    """Returns the state of one generator, for `Encoder.encode`. Raises TypeError for other objects."""
     if isinstance(generator, torch.Generator):
         return _bytes(generator.get_state())
     if isinstance(generator, random.Random):

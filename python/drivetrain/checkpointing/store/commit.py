@@ -22,12 +22,12 @@ from ..._C import Snapshot, crc32c
 from . import directory as disk
 from .access import share
 from .coordinator import Coordinator
-from .encryption import TAG_BYTES, ChunkIdentity, Encryption, FileCipher
+from .encryption import TAG_BYTES, Encryption, FileCipher
 from .errors import CheckpointError
 from .identity import Origin
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
 from .manifest import Manifest, RankFiles, Record, hexadecimal, seal
-from .save import Save
+from .save import NICE, Save
 
 _logger = logging.getLogger("drivetrain")
 _VISIBLE_S = 30.0  # a network file system may show a new name late
@@ -56,7 +56,6 @@ class Writer:
         rank: This rank.
         world_size: Number of ranks.
         coordinator: Passes messages between ranks; None for one rank.
-        nice: Added to the niceness of the threads that write.
         timeout_s: Limit on every wait.
         encryption: The keys that encrypt; None writes plain files.
         next_serial: Returns the serial of the next checkpoint. Only rank 0 calls it.
@@ -68,7 +67,6 @@ class Writer:
         rank: int,
         world_size: int,
         coordinator: Coordinator | None,
-        nice: int,
         timeout_s: float,
         encryption: Encryption | None,
         next_serial: Callable[[], int],
@@ -77,7 +75,6 @@ class Writer:
         self._rank = rank
         self._world_size = world_size
         self._coordinator = coordinator
-        self._nice = nice
         self._timeout_s = timeout_s
         self._encryption = encryption
         self._next_serial = next_serial
@@ -88,12 +85,9 @@ class Writer:
         """Writes save number `index` and waits until it is complete on all ranks. Returns the checkpoint's folder.
 
         Raises:
-            CheckpointError: Any rank failed.
+            CheckpointError: Any rank failed. Errors of this one are as they came: see `explained`.
         """
-        with self._explained(save.step):
-            if self._rank == 0:
-                return self._lead(index, save)
-            return self._follow(index, save)
+        return self._lead(index, save) if self._rank == 0 else self._follow(index, save)
 
     def refuse(self, index: int, step: int, error: Exception) -> None:
         """Tells the other ranks that this one cannot take part in save number `index`."""
@@ -177,7 +171,7 @@ class Writer:
         assert snapshot is not None
         name = part_name(self._rank, self._world_size, "safetensors")
         cipher = self._new_cipher(name)
-        snapshot.write(os.fspath(folder / name), True, _WRITE_THREADS, self._nice)
+        snapshot.write(os.fspath(folder / name), True, _WRITE_THREADS, NICE)
         save._key_id = None if cipher is None else cipher.protection.key_id
         tags = [] if cipher is None else self._encrypt(snapshot, cipher, checkpoint)
         if not snapshot.wait_written(self._timeout_s):
@@ -212,7 +206,7 @@ class Writer:
             chunk = snapshot.chunk(index, max(0.0, deadline - time.monotonic()))
             if chunk is None:
                 break  # waiting for the written file tells why
-            tags.append(cipher.seal_chunk(ChunkIdentity(checkpoint, index, snapshot.nbytes), chunk, sealed))
+            tags.append(cipher.seal_chunk(index, cipher.place(checkpoint, index, snapshot.nbytes), chunk, sealed))
             snapshot.replace_chunk(index, sealed)
         return tags
 
@@ -307,7 +301,8 @@ class Writer:
                 _logger.warning("%s of the failed save of step %d is left: %s", path, save.step, error)
 
     @contextlib.contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
+    def explained(self, step: int) -> Iterator[None]:
+        """Raises a CheckpointError that says what any error in the block means for a save."""
         try:
             yield
         except Exception as error:

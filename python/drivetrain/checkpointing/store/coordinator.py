@@ -60,10 +60,7 @@ class Coordinator:
         Raises:
             CheckpointError: The store does not answer.
         """
-        try:
-            self._store.set(self._prefix + key, json.dumps(message))
-        except Exception as error:  # c10d raises several types
-            raise self._unreachable(key, error) from error
+        self._call("set", key, json.dumps(message))
 
     def has(self, key: str) -> bool:
         """Returns whether a message was published under a key.
@@ -71,10 +68,7 @@ class Coordinator:
         Raises:
             CheckpointError: The store does not answer.
         """
-        try:
-            return bool(self._store.check([self._prefix + key]))
-        except Exception as error:  # c10d raises several types
-            raise self._unreachable(key, error) from error
+        return bool(self._call("check", key))
 
     def abandon(self) -> None:
         """Ends all waits with an error: another rank has died."""
@@ -90,12 +84,9 @@ class Coordinator:
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_PAUSE_S
         while True:
-            try:
-                if self._store.check([self._prefix + key]):
-                    message: dict[str, Any] = json.loads(self._store.get(self._prefix + key))
-                    return message
-            except Exception as error:  # c10d raises several types
-                raise self._unreachable(key, error) from error
+            if self.has(key):
+                message: dict[str, Any] = json.loads(self._call("get", key))
+                return message
             if time.monotonic() >= deadline:
                 raise CheckpointError(
                     f"rank {self.rank} waited {timeout_s:g} s for {what}, and it did not come. "
@@ -115,12 +106,8 @@ class Coordinator:
         if time.monotonic() - self._looked_at < _LOOK_S:
             return
         for rank in set(range(self.world_size)) - {self.rank} - set(self._processes):
-            key = f"{self._prefix}process/{rank}"
-            try:
-                if self._store.check([key]):
-                    self._processes[rank] = json.loads(self._store.get(key))
-            except Exception as error:  # c10d raises several types
-                raise self._unreachable(key, error) from error
+            if self.has(key := f"process/{rank}"):
+                self._processes[rank] = json.loads(self._call("get", key))
         for rank, process in self._processes.items():
             if has_ended(process):
                 raise CheckpointError(
@@ -131,13 +118,14 @@ class Coordinator:
 
     def forget(self, key: str) -> None:
         """Deletes the message under a key, if there is one, so that the store does not grow."""
-        try:
-            self._store.delete_key(self._prefix + key)
-        except Exception as error:  # c10d raises several types
-            raise self._unreachable(key, error) from error
+        self._call("delete_key", key)
 
-    def _unreachable(self, key: str, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"rank {self.rank} cannot reach the store of torch.distributed for {key!r}: {error}. "
-            "The process that hosts it may have ended."
-        )
+    def _call(self, method: str, key: str, *arguments: str) -> Any:
+        key = self._prefix + key
+        try:
+            return getattr(self._store, method)([key] if method == "check" else key, *arguments)
+        except Exception as error:  # c10d raises several types
+            raise CheckpointError(
+                f"rank {self.rank} cannot reach the store of torch.distributed for {key!r}: {error}. "
+                "The process that hosts it may have ended."
+            ) from error

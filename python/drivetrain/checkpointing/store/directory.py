@@ -11,7 +11,6 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..._C import exchange_paths
@@ -185,13 +184,3 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
-
-
-@contextlib.contextmanager
-def locked(directory: Path, timeout_s: float = 0) -> Iterator[None]:
-    """Holds the directory in the block. See `Lock`."""
-    lock = Lock(directory, timeout_s)
-    try:
-        yield
-    finally:
-        lock.close()

@@ -8,14 +8,13 @@ encrypts each chunk once, under the nonce that counts the chunks, so that no pai
 from __future__ import annotations
 
 import base64
-import binascii
 import ctypes
 import hashlib
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,14 +69,12 @@ class Encryption:
                 "encryption needs the package cryptography: pip install 'drivetrain[encryption]'"
             ) from error
         self.accept_plain = accept_plain
-        self._source: KeySource
         if key is not None:
             self._source = key
         elif key_file is not None:
-            self._source = _Text(f"key_file {os.fspath(key_file)}", Path(key_file).read_bytes)
-        else:
-            assert key_env is not None
-            self._source = _Text(f"the environment variable {key_env}", lambda: _variable(key_env))
+            self._source = _keys_of(f"key_file {os.fspath(key_file)}", lambda: _contents(key_file))
+        elif key_env is not None:
+            self._source = _keys_of(f"the environment variable {key_env}", lambda: _variable(key_env))
         self._known: dict[str, bytes] = {}  # a key management service may be slow, or charge for each call
 
     def current(self) -> tuple[str, bytes]:
@@ -112,18 +109,6 @@ class Encryption:
                 f"identifier as a str and a key of {_KEY_BYTES} bytes"
             )
         return name, value
-
-
-class ChunkIdentity(NamedTuple):
-    """The place of a chunk: its checkpoint's identifier, its index, and the size of its file in bytes."""
-
-    checkpoint: str
-    chunk: int
-    file_bytes: int
-
-    def text(self, file: str) -> bytes:
-        """Returns the text that is authenticated with the chunk and that no other place has."""
-        return f"{self.checkpoint} {file} chunk {self.chunk} of {CHUNK_BYTES} in {self.file_bytes} bytes".encode()
 
 
 class FileCipher:
@@ -180,30 +165,27 @@ class FileCipher:
             raise ValueError(_CHANGED) from None
         return secret
 
-    def seal_chunk(self, place: ChunkIdentity, chunk: Tensor, sealed: Tensor) -> str:
+    def seal_chunk(self, index: int, place: bytes, chunk: Tensor, sealed: Tensor) -> str:
         """Encrypts a chunk once.
 
         Args:
-            place: The place of the chunk, which is authenticated with it.
+            index: The index of the chunk in its file.
+            place: What `place` returned, which is authenticated with the chunk.
             chunk: Its bytes, uint8, shape (n,).
             sealed: Receives the encrypted bytes and the tag, uint8, shape (m,) with m >= n + 16.
 
         Returns:
             The tag in hexadecimal digits.
         """
-        size = chunk.numel()
-        into, nonce, visible = sealed[: size + TAG_BYTES], _nonce(place.chunk), place.text(self._file)
-        if hasattr(self._chunks, "encrypt_into"):
-            self._chunks.encrypt_into(nonce, _memory(chunk), visible, _memory(into))
-        else:  # cryptography before 47
-            into.copy_(_bytes_of(self._chunks.encrypt(nonce, _memory(chunk), visible)))
-        return bytes(_memory(sealed[size : size + TAG_BYTES])).hex()
+        end = chunk.numel() + TAG_BYTES
+        self._chunks.encrypt_into(_nonce(index), _memory(chunk), place, _memory(sealed[:end]))
+        return bytes(_memory(sealed[end - TAG_BYTES : end])).hex()
 
-    def unseal_chunk(self, place: ChunkIdentity, sealed: Tensor, tag: str) -> Tensor:
+    def unseal_chunk(self, index: int, place: bytes, sealed: Tensor, tag: str) -> Tensor:
         """Returns the bytes of a chunk, uint8, shape (n,).
 
         Args:
-            place: The place of the chunk.
+            index, place: As for `seal_chunk`.
             sealed: The encrypted bytes with room for the tag, uint8, shape (n + 16,).
             tag: The tag in hexadecimal digits.
 
@@ -212,69 +194,72 @@ class FileCipher:
         """
         from cryptography.exceptions import InvalidTag
 
-        size, nonce, visible = sealed.numel() - TAG_BYTES, _nonce(place.chunk), place.text(self._file)
-        sealed[size:].copy_(_bytes_of(bytes.fromhex(tag)))
+        chunk = torch.empty(sealed.numel() - TAG_BYTES, dtype=torch.uint8, device="cpu")
+        _memory(sealed)[-TAG_BYTES:] = bytes.fromhex(tag)
         try:
-            if hasattr(self._chunks, "decrypt_into"):
-                chunk = torch.empty(size, dtype=torch.uint8, device="cpu")
-                self._chunks.decrypt_into(nonce, _memory(sealed), visible, _memory(chunk))
-                return chunk
-            return _bytes_of(self._chunks.decrypt(nonce, _memory(sealed), visible))
+            self._chunks.decrypt_into(_nonce(index), _memory(sealed), place, _memory(chunk))
         except InvalidTag:
             raise ValueError(_CHANGED) from None
+        return chunk
+
+    def place(self, checkpoint: str, index: int, file_bytes: int) -> bytes:
+        """Returns the text that no other chunk has.
+
+        Args:
+            checkpoint: The identifier of the checkpoint.
+            index: The index of the chunk in its file.
+            file_bytes: The size of the file.
+        """
+        return f"{checkpoint} {self._file} chunk {index} of {CHUNK_BYTES} in {file_bytes} bytes".encode()
 
 
 _CHANGED = "its authentication tag does not hold: its bytes were changed or moved, or another key encrypted them"
 
 
-class _Text:
-    """Finds keys in a text.
+def _keys_of(where: str, read: Callable[[], bytes]) -> KeySource:
+    """Returns the source of the keys in a text, which `read` returns; `where` is its place, for messages."""
 
-    Args:
-        where: The text's place, for messages.
-        read: Returns the text.
-    """
-
-    def __init__(self, where: str, read: Callable[[], bytes]) -> None:
-        self._where, self._read = where, read
-
-    def __call__(self, key_id: str | None) -> tuple[str, bytes]:
-        try:
-            keys = self._parsed(self._read())
-        except OSError as error:
-            raise EncryptionError(f"{self._where} cannot be read: {error.strerror}") from error
+    def find(key_id: str | None) -> tuple[str, bytes]:
+        keys = {hashlib.sha256(b"drivetrain key\0" + key).hexdigest()[:16]: key for key in _parsed(where, read())}
         if key_id is None:
             return next(iter(keys.items()))
         if key_id not in keys:
             raise EncryptionError(
-                f"{self._where} has the keys {', '.join(keys)}, expected {key_id}, which encrypted the checkpoint: add "
+                f"{where} has the keys {', '.join(keys)}, expected {key_id}, which encrypted the checkpoint: add "
                 "that key after the first one"
             )
         return key_id, keys[key_id]
 
-    def _parsed(self, text: bytes) -> dict[str, bytes]:
-        """Returns the keys by their identifiers, which are hashes of them."""
-        if len(text) == _KEY_BYTES:
-            values = [text]
-        else:
-            words = [word for line in text.splitlines() for word in line.partition(b"#")[0].split()]
-            values = [self._key(number, word) for number, word in enumerate(words, 1)]
-        if not values:
-            raise EncryptionError(f"{self._where} is empty, expected a key of {_KEY_BYTES} bytes")
-        return {hashlib.sha256(b"drivetrain key\0" + value).hexdigest()[:16]: value for value in values}
+    return find
 
-    def _key(self, number: int, word: bytes) -> bytes:
-        try:
-            is_hexadecimal = len(word) == 2 * _KEY_BYTES
-            value = bytes.fromhex(word.decode()) if is_hexadecimal else base64.b64decode(word, validate=True)
-        except (ValueError, binascii.Error):
-            value = b""
-        if len(value) != _KEY_BYTES:
+
+def _parsed(where: str, text: bytes) -> list[bytes]:
+    words = [word for line in text.splitlines() for word in line.partition(b"#")[0].split()]
+    keys = [text] if len(text) == _KEY_BYTES else [_decoded(word) for word in words]
+    if not keys:
+        raise EncryptionError(f"{where} is empty, expected a key of {_KEY_BYTES} bytes")
+    for number, key in enumerate(keys, 1):
+        if len(key) != _KEY_BYTES:
             raise EncryptionError(
-                f"{self._where} has {len(word)} characters as key {number}, expected {_KEY_BYTES} bytes as base64 or "
-                "hexadecimal digits: `openssl rand -base64 32` draws a key"
+                f"{where} has {len(words[number - 1])} characters as key {number}, expected {_KEY_BYTES} bytes as "
+                "base64 or hexadecimal digits: `openssl rand -base64 32` draws a key"
             )
-        return value
+    return keys
+
+
+def _decoded(word: bytes) -> bytes:
+    """Returns the bytes of a key; none if the word is no text of one."""
+    try:
+        return bytes.fromhex(word.decode()) if len(word) == 2 * _KEY_BYTES else base64.b64decode(word, validate=True)
+    except ValueError:  # which base64 and UTF-8 derive their errors from
+        return b""
+
+
+def _contents(path: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise EncryptionError(f"key_file {os.fspath(path)} cannot be read: {error.strerror}") from error
 
 
 def _variable(name: str) -> bytes:
@@ -300,11 +285,3 @@ def _nonce(index: int) -> bytes:
 def _memory(tensor: Tensor) -> memoryview:
     """Returns a buffer over the bytes of a contiguous CPU tensor, which must outlive it."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _bytes_of(data: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )

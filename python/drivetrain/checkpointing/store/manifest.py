@@ -8,10 +8,13 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..._C import crc32c
 from .errors import CheckpointError
+
+if TYPE_CHECKING:
+    from .encryption import FileCipher
 
 JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
 
@@ -30,16 +33,6 @@ class Protection:
     cipher: str
     key_id: str
     salt: str  # hexadecimal digits, drawn for each record and manifest
-
-
-class Cipher(Protocol):
-    """Encrypts a text, and authenticates another one with it."""
-
-    def seal_text(self, secret: bytes, visible: bytes) -> bytes:
-        """Returns the encrypted `secret` with a tag over both."""
-
-    def unseal_text(self, sealed: bytes, visible: bytes) -> bytes:
-        """Returns `secret`. Raises ValueError if a byte of either has changed."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def hexadecimal(checksum: int) -> str:
     return f"{checksum:08x}"
 
 
-def seal(body: Record | Manifest, cipher: Cipher | None = None, secret: bytes = b"") -> bytes:
+def seal(body: Record | Manifest, cipher: FileCipher | None = None, secret: bytes = b"") -> bytes:
     """Encodes a record or manifest, followed by the CRC32C of all bytes before the checksum.
 
     Args:
@@ -120,7 +113,9 @@ def seal(body: Record | Manifest, cipher: Cipher | None = None, secret: bytes = 
     return data + f',\n"crc32c":"{hexadecimal(crc32c(data))}"}}\n'.encode()
 
 
-def unseal(data: bytes, kind: type[T], cipher_of: Callable[[T], Cipher | None] | None = None) -> tuple[T, bytes | None]:
+def unseal(
+    data: bytes, kind: type[T], cipher_of: Callable[[T], FileCipher | None] | None = None
+) -> tuple[T, bytes | None]:
     """Decodes what `seal` wrote.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ... import _C
 from .audit import AuditLog
-from .encryption import TAG_BYTES, ChunkIdentity, Encryption, FileCipher
+from .encryption import TAG_BYTES, Encryption, FileCipher
 from .errors import CheckpointError, EncryptionError, Fault
 from .layout import CHUNK_BYTES, MANIFEST, STEP, Entry, decode_header
 from .manifest import JSON, Manifest, Protection, RankFiles, Record, hexadecimal, unseal
@@ -103,15 +103,12 @@ class Checkpoint:
         """Returns the dtypes by name. A name that several ranks stored has the first rank's dtype."""
         return {name: entry.dtype for name, entry in self._by_name(rank).items()}
 
-    def load(
-        self, names: Iterable[str] | None = None, *, rank: int | None = None, verify: bool = True
-    ) -> dict[str, Tensor]:
+    def load(self, names: Iterable[str] | None = None, *, rank: int | None = None) -> dict[str, Tensor]:
         """Reads tensors into new memory.
 
         Args:
             names: Names of the tensors; None reads all.
             rank: The rank that stored them; None looks at all ranks.
-            verify: Compares the checksum of every chunk that is read.
 
         Returns:
             The tensors by name, contiguous, on the CPU.
@@ -123,7 +120,7 @@ class Checkpoint:
             ValueError: Several ranks stored a tensor of that name, and `rank` is None.
         """
         try:
-            loaded = self.read(names, rank=rank, verify=verify)
+            loaded = self.read(names, rank=rank)
         except CheckpointError as error:
             self.record_load(0, str(error))
             raise
@@ -135,9 +132,7 @@ class Checkpoint:
         if self._audit is not None:
             self._audit.append("load", self.path, self.step, nbytes, self.key_id, result)
 
-    def read(
-        self, names: Iterable[str] | None = None, *, rank: int | None = None, verify: bool = True
-    ) -> dict[str, Tensor]:
+    def read(self, names: Iterable[str] | None = None, *, rank: int | None = None) -> dict[str, Tensor]:
         """Reads tensors as `load` does, and leaves the line of the audit log to the caller: see `record_load`."""
         self._unlocked()
         wanted = None if names is None else list(dict.fromkeys(names))
@@ -155,7 +150,7 @@ class Checkpoint:
         loaded: dict[str, Tensor] = {}
         for of in ranks:
             mine = [name for name, owner in owners.items() if owner == of]
-            loaded.update(self._load_from(of, mine, verify))
+            loaded.update(self._load_from(of, mine))
         return loaded if wanted is None else {name: loaded[name] for name in wanted}
 
     def verify(self) -> list[Fault]:
@@ -171,17 +166,17 @@ class Checkpoint:
         faults: list[Fault] = []
         for rank, record in enumerate(self._records):
             try:
-                faults += self._faults(rank, self._read(rank, range(len(record.chunks)), [], True))
+                faults += self._faults(rank, self._read(rank, range(len(record.chunks)), []))
             except OSError as error:
                 faults.append(Fault(record.file, (), None, f"it cannot be read: {error}"))
         return faults
 
-    def _load_from(self, rank: int, names: list[str], verify: bool) -> dict[str, Tensor]:
+    def _load_from(self, rank: int, names: list[str]) -> dict[str, Tensor]:
         entries = self._entries[rank]
         tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="cpu") for name in names}
         chunks = sorted({chunk for name in names for chunk in _chunks_of(entries[name])})
         try:
-            bad = self._read(rank, chunks, [(entries[name].begin, tensors[name]) for name in names], verify)
+            bad = self._read(rank, chunks, [(entries[name].begin, tensors[name]) for name in names])
         except OSError as error:
             raise CheckpointError(f"{self.path / self._records[rank].file} cannot be read: {error}") from error
         faults = self._faults(rank, bad)
@@ -192,24 +187,22 @@ class Checkpoint:
             )
         return tensors
 
-    def _read(
-        self, rank: int, chunks: Iterable[int], targets: list[tuple[int, Tensor]], verify: bool
-    ) -> list[tuple[int, str]]:
+    def _read(self, rank: int, chunks: Iterable[int], targets: list[tuple[int, Tensor]]) -> list[tuple[int, str]]:
         """Reads chunks into targets, given by their first byte in the file. Returns the faulty chunks with problems."""
         cipher = self._ciphers[rank]
         if cipher is None:
-            return self._read_stored(rank, list(chunks), targets, verify, _READ_THREADS)
+            return self._read_stored(rank, list(chunks), targets, _READ_THREADS)
 
         def read_encrypted(chunk: int) -> list[tuple[int, str]]:
             record = self._records[rank]
             begin = chunk * CHUNK_BYTES
             size = min(CHUNK_BYTES, record.file_bytes - begin)
             sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8, device="cpu")
-            if bad := self._read_stored(rank, [chunk], [(begin, sealed[:size])], verify, 1):
+            if bad := self._read_stored(rank, [chunk], [(begin, sealed[:size])], 1):
                 return bad
-            place = ChunkIdentity(record.checkpoint, chunk, record.file_bytes)
+            place = cipher.place(record.checkpoint, chunk, record.file_bytes)
             try:
-                opened = cipher.unseal_chunk(place, sealed, record.tags[chunk])
+                opened = cipher.unseal_chunk(chunk, place, sealed, record.tags[chunk])
             except ValueError as error:
                 return [(chunk, str(error))]
             for at, tensor in targets:
@@ -222,7 +215,7 @@ class Checkpoint:
             return [problem for bad in threads.map(read_encrypted, chunks) for problem in bad]
 
     def _read_stored(
-        self, rank: int, chunks: list[int], targets: list[tuple[int, Tensor]], verify: bool, num_threads: int
+        self, rank: int, chunks: list[int], targets: list[tuple[int, Tensor]], num_threads: int
     ) -> list[tuple[int, str]]:
         record = self._records[rank]
         path = self.path / record.file
@@ -230,7 +223,7 @@ class Checkpoint:
             path=os.fspath(path),
             file_bytes=record.file_bytes,
             chunks=chunks,
-            expected=[int(record.chunks[chunk], 16) for chunk in chunks] if verify else [],
+            expected=[int(record.chunks[chunk], 16) for chunk in chunks],
             begins=[begin for begin, _ in targets],
             tensors=[tensor for _, tensor in targets],
             num_threads=num_threads,

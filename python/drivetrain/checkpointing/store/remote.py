@@ -35,6 +35,7 @@ class RemoteDirectory:
     def __init__(self, url: str, options: Mapping[str, Any], attempt: Attempt) -> None:
         try:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+            from fsspec.implementations.dirfs import DirFileSystem  # type: ignore[import-untyped]
         except ImportError as error:
             raise ImportError(
                 "remote tiers need the package fsspec: pip install 'drivetrain[remote]', and s3fs for s3:// or gcsfs "
@@ -42,7 +43,8 @@ class RemoteDirectory:
             ) from error
         self.url = url
         self._attempt = attempt
-        self._files, self._root = url_to_fs(url, **options)
+        files, root = url_to_fs(url, **options)
+        self._files = DirFileSystem(root, files)
 
     def manifests(self) -> dict[str, Manifest]:
         """Returns the manifests whose checksums hold, by the names of their folders, oldest first."""
@@ -119,7 +121,7 @@ class RemoteDirectory:
             self._remove(f"{name}/{file}")
         with contextlib.suppress(OSError, NotImplementedError):  # object stores have no folders
             if not self._list(name):
-                self._files.rmdir(self._path(name))
+                self._files.rmdir(name)
 
     def _names(self) -> list[str]:
         return sorted(name for name in self._list("") if STEP.fullmatch(name))
@@ -128,9 +130,7 @@ class RemoteDirectory:
         def listed() -> list[str]:
             self._files.invalidate_cache()
             try:
-                return [
-                    posixpath.basename(path.rstrip("/")) for path in self._files.ls(self._path(folder), detail=False)
-                ]
+                return [posixpath.basename(path.rstrip("/")) for path in self._files.ls(folder, detail=False)]
             except FileNotFoundError:
                 return []
 
@@ -138,32 +138,28 @@ class RemoteDirectory:
         return names
 
     def _put(self, folder: Path, name: str, file: str, checksums: list[str], reads_back: bool) -> None:
-        remote, size = self._path(f"{name}/{file}"), (folder / file).stat().st_size
+        remote, size = f"{name}/{file}", (folder / file).stat().st_size
 
         def put() -> None:
-            self._files.makedirs(self._path(name), exist_ok=True)
+            self._files.makedirs(name, exist_ok=True)
             self._files.put_file(os.fspath(folder / file), remote)
             self._files.invalidate_cache()
             found = self._files.info(remote)["size"]
             if found != size:
                 raise OSError(f"it has {found} bytes after the upload, expected {size}")
-            if reads_back:
-                self._compare(remote, checksums)
+            for index, expected in enumerate(checksums if reads_back else ()):
+                begin, end = index * CHUNK_BYTES, min(size, (index + 1) * CHUNK_BYTES)
+                crc = hexadecimal(crc32c(self._files.cat_file(remote, start=begin, end=end)))
+                if crc != expected:
+                    raise OSError(f"chunk {index} has the CRC32C {crc} after the upload, expected {expected}")
 
         self._attempt(f"upload {self.url}/{name}/{file}", put)
-
-    def _compare(self, remote: str, checksums: list[str]) -> None:
-        with self._files.open(remote, "rb", block_size=CHUNK_BYTES, cache_type="readahead") as stream:
-            for index, expected in enumerate(checksums):
-                found = hexadecimal(crc32c(_read_chunk(stream)))
-                if found != expected:
-                    raise OSError(f"chunk {index} has the CRC32C {found} after the upload, expected {expected}")
 
     def _get(self, path: str, to: Path) -> None:
         def get() -> bool:
             to.unlink(missing_ok=True)
             try:
-                self._files.get_file(self._path(path), os.fspath(to))
+                self._files.get_file(path, os.fspath(to))
             except FileNotFoundError:
                 return False
             with to.open("rb") as stream:
@@ -177,7 +173,7 @@ class RemoteDirectory:
         def read() -> bytes | None:
             self._files.invalidate_cache()
             try:
-                data: bytes = self._files.cat_file(self._path(path))
+                data: bytes = self._files.cat_file(path)
             except FileNotFoundError:
                 return None
             return data
@@ -190,23 +186,10 @@ class RemoteDirectory:
     def _remove(self, path: str) -> None:
         def remove() -> None:
             with contextlib.suppress(FileNotFoundError):
-                self._files.rm_file(self._path(path))
+                self._files.rm_file(path)
 
         self._attempt(f"delete {self.url}/{path}", remove)
-
-    def _path(self, path: str) -> str:
-        return posixpath.join(self._root, path) if path else self._root
 
 
 def _checksums(data: bytes) -> list[str]:
     return [hexadecimal(crc32c(data[at : at + CHUNK_BYTES])) for at in range(0, len(data), CHUNK_BYTES)]
-
-
-def _read_chunk(stream: Any) -> bytes:
-    """Reads a whole chunk, or what is left: a remote stream may return less than asked for."""
-    pieces: list[bytes] = []
-    left = CHUNK_BYTES
-    while left and (piece := stream.read(left)):
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from .manifest import JSON
 from .reading import Checkpoint
 
 LONGEST_WAIT_S = 600.0
+NICE = 10  # added to the niceness of the threads that copy and write
 _RELEASE_S = 5.0  # a write that takes longer keeps the memory, and the next save says so
 
 
@@ -27,9 +28,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         OSError: The file exists or cannot be written.
     """
     save = Save(0, tensors, None)
-    save._begin_copy(Slab(), 1, 0)
+    save._begin_copy(Slab())
     assert save._snapshot is not None
-    save._snapshot.write(str(path), True, 1, 0)
+    save._snapshot.write(str(path), True, 1, NICE)
     if not save._snapshot.wait_written(LONGEST_WAIT_S):
         raise CheckpointError(f"{path} was not written within {LONGEST_WAIT_S:g} s: the disk is slow. Check it.")
 
@@ -57,9 +58,9 @@ class Save:
         self._began = time.monotonic()
         self._state = state
         self._is_encrypted = is_encrypted
-        self._header, self._order = encode_header(kept)
-        self._indices = {name: index for index, name in enumerate(self._order)}
-        self._tensors: list[Tensor] | None = [kept[name] for name in self._order]
+        self._header, order = encode_header(kept)
+        self._tensors: list[Tensor] | None = [kept[name] for name in order]
+        self._num_tensors = len(order)
         self._snapshot: Snapshot | None = None
         self._copy_began, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -80,31 +81,19 @@ class Save:
         """Seconds from `Store.save` until the last tensor was copied; None before."""
         return self._snapshot.copy_seconds if self._snapshot else None
 
-    def copied(self, name: str) -> bool:
-        """Returns whether the tensor of this name may change again.
-
-        Raises:
-            KeyError: The save has no such tensor.
-        """
-        index = self._index_of(name)
-        return self._ended.is_set() or (self._snapshot is not None and self._snapshot.is_copied(index))
-
-    def wait_copied(self, timeout: float = LONGEST_WAIT_S, *, names: Iterable[str] | None = None) -> None:
-        """Waits until tensors may change again.
+    def wait_copied(self, timeout: float = LONGEST_WAIT_S) -> None:
+        """Waits until the tensors may change again.
 
         Args:
             timeout: Seconds to wait.
-            names: Names of the tensors; None waits for all.
 
         Raises:
             CheckpointError: They were not copied in time.
-            KeyError: The save has no such tensor.
         """
-        indices: Sequence[int] = range(len(self._order)) if names is None else [self._index_of(name) for name in names]
         deadline = time.monotonic() + timeout
         began = self._copy_began.wait(timeout)
         if self._snapshot is not None:
-            began = self._snapshot.wait_copied(list(indices), max(0.0, deadline - time.monotonic()))
+            began = self._snapshot.wait_copied(list(range(self._num_tensors)), max(0.0, deadline - time.monotonic()))
         if not began:
             raise CheckpointError(
                 f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "
@@ -141,12 +130,10 @@ class Save:
 
     # The store calls the rest.
 
-    def _begin_copy(self, slab: Slab, num_threads: int, nice: int) -> None:
+    def _begin_copy(self, slab: Slab) -> None:
         assert self._tensors is not None
         try:
-            self._snapshot = Snapshot(
-                slab, self._header, self._tensors, num_threads, nice, replaces_chunks=self._is_encrypted
-            )
+            self._snapshot = Snapshot(slab, self._header, self._tensors, 1, NICE, replaces_chunks=self._is_encrypted)
         finally:
             self._tensors = None  # the snapshot keeps each tensor until it is copied
             self._copy_began.set()
@@ -159,9 +146,3 @@ class Save:
         self._tensors = None
         self._copy_began.set()
         self._ended.set()
-
-    def _index_of(self, name: str) -> int:
-        try:
-            return self._indices[name]
-        except KeyError:
-            raise KeyError(f"name is {name!r}, expected a tensor of the save of step {self.step}") from None

@@ -53,8 +53,6 @@ class Store:
         coordinator: Passes messages between ranks. None uses the default process group if `world_size` is not 1.
         keep: Number of checkpoints to keep; None keeps all. Older ones are deleted once a newer one is complete.
         timeout: Limit in seconds on every wait for a disk or for another rank.
-        num_threads: Threads that copy tensors.
-        nice: Added to the niceness of the threads that copy and write.
         lock_timeout: Seconds to wait for a process that holds the directory, such as one that is being killed.
         encryption: Encrypts new checkpoints, and decrypts old ones; None writes plain files.
         audit: A file that gets a line of JSON for each save, load and deletion; None writes none.
@@ -80,8 +78,6 @@ class Store:
         coordinator: Coordinator | None = None,
         keep: int | None = 3,
         timeout: float = LONGEST_WAIT_S,
-        num_threads: int = 1,
-        nice: int = 10,
         lock_timeout: float = 5.0,
         encryption: Encryption | None = None,
         audit: str | os.PathLike[str] | None = None,
@@ -97,8 +93,6 @@ class Store:
             raise ValueError(f"keep is {keep}, expected at least 1, or None to keep all")
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout}, expected more than 0 seconds")
-        if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}, expected at least 1")
         if coordinator is None and world_size > 1:
             if not dist.is_initialized() or dist.get_world_size() != world_size:
                 raise ValueError(
@@ -115,14 +109,10 @@ class Store:
         self.rank = rank
         self.world_size = world_size
         self._keep = keep
-        self._num_threads = num_threads
-        self._nice = nice
         self._lock_timeout_s, self._timeout_s = lock_timeout, timeout
         self._encryption = encryption
         self._audit = None if audit is None else AuditLog(audit, rank)
-        self._writer = Writer(
-            self.directory, rank, world_size, coordinator, nice, timeout, encryption, self._next_serial
-        )
+        self._writer = Writer(self.directory, rank, world_size, coordinator, timeout, encryption, self._next_serial)
         self._coordinator = coordinator
         self._observer: Observer | None = None
         self._announced = 0  # calls
@@ -300,25 +290,24 @@ class Store:
                 self._queue.popleft()
 
     def _write(self, index: int, save: Save) -> Path:
-        try:
-            if not save._copy_began.is_set():
-                if save._ready is not None:
-                    save._ready(self._timeout_s)
-                self._begin_copy(save)
-            if save._snapshot is None:
-                assert save._error is not None
-                raise save._error
-            self._prepare()
-        except Exception as error:
-            self._writer.refuse(index, save.step, CheckpointError(describe(error)))
-            raise CheckpointError(
-                f"step {save.step} was not saved to {self.directory}: {describe(error)} Older checkpoints are unharmed."
-            ) from error
-        return self._writer.write(index, save)
+        with self._writer.explained(save.step):
+            try:
+                if not save._copy_began.is_set():
+                    if save._ready is not None:
+                        save._ready(self._timeout_s)
+                    self._begin_copy(save)
+                if save._snapshot is None:
+                    assert save._error is not None
+                    raise save._error
+                self._prepare()
+            except Exception as error:
+                self._writer.refuse(index, save.step, CheckpointError(describe(error)))
+                raise
+            return self._writer.write(index, save)
 
     def _begin_copy(self, save: Save) -> None:
         try:
-            save._begin_copy(self._slab, self._num_threads, self._nice)
+            save._begin_copy(self._slab)
         except (MemoryError, OSError, RuntimeError) as error:
             save._error = error
 

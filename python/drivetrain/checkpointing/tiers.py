@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -57,8 +56,7 @@ class Tiers:
 
         Raises:
             CheckpointError: This user may not save into the directory. Or no checkpoint is here, and a remote that may
-                have one cannot be read. Or a tier has
-                checkpoints of another run.
+                have one cannot be read. Or a tier has checkpoints of another run.
         """
         self.store, self._is_open = store, True
         refused = refusal(store.directory, self._ranks.rank == 0)
@@ -198,15 +196,8 @@ class Tiers:
         with self._guard:  # the state is read here too, so that the last writer writes the newest
             if not self._is_open:
                 return
-            text = json.dumps({"drivetrain": "tiers", "remotes": [one._asdict() for one in self.status()]}, indent=1)
-            path = self.store.directory / TIERS
-            try:
-                temporary = path.with_name(f".{TIERS}.tmp")
-                temporary.unlink(missing_ok=True)  # a colleague's process may have left it
-                temporary.write_text(text)
-                temporary.replace(path)
-            except OSError as error:
-                _logger.warning("%s was not written: %s", path, error)
+            note = {"drivetrain": "tiers", "remotes": [one._asdict() for one in self.status()]}
+            disk.replace_note(self.store.directory / TIERS, note)
 
 
 def _fetched(remote: RemoteDirectory, name: str, directory: Path) -> str | None:

@@ -8,13 +8,19 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+import torch
+from rich.console import Console
+from rich.table import Table
 
-    from ..checkpointing import Checkpoint, Encryption
-    from ..checkpointing.store.audit import AuditLog
+from ..checkpointing import Checkpoint, CheckpointError, Encryption
+from ..checkpointing.state.training_state import state_dicts
+from ..checkpointing.store import directory as disk
+from ..checkpointing.store.audit import AUDIT, AuditLog
+from ..checkpointing.store.layout import step_name
+from ..checkpointing.store.reading import DamagedError, complete_checkpoints, find_checkpoints, survey
+from ..checkpointing.store.save import write_tensors
+from ..checkpointing.tiers import TIERS
 
 _EXPORT_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors", "dcp": ""}
 
@@ -52,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the action. Returns 0, or 1 if something is damaged, or 2 if the arguments are wrong."""
-    from ..checkpointing import CheckpointError
-
     actions = {"ls": _list, "verify": _verify, "show": _show, "export": _export, "gc": _collect}
     try:
         return actions[args.action](args)
@@ -63,10 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from rich.table import Table
-
-    from ..checkpointing import Checkpoint
-
     table = Table()
     for column in ("step", "saved", "ranks", "tensors", "size", "key", "metadata"):
         table.add_column(column, justify="left" if column in ("saved", "key", "metadata") else "right")
@@ -91,8 +91,6 @@ def _list(args: argparse.Namespace) -> int:
 
 def _tiers(directory: Path) -> list[str]:
     """Returns what the last run has written about its other tiers, a line for each."""
-    from ..checkpointing.tiers import TIERS
-
     try:
         found = json.loads((directory / TIERS).read_text())
     except FileNotFoundError:
@@ -108,8 +106,6 @@ def _tiers(directory: Path) -> list[str]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from ..checkpointing import Checkpoint
-
     is_damaged, count = False, 0
     for found in _found(args):
         count += 1
@@ -131,8 +127,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from rich.table import Table
-
     checkpoint = _chosen(args)
     console = _console()
     console.print(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.world_size} ranks", highlight=False)
@@ -152,11 +146,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    import torch
-
-    from ..checkpointing.state.training_state import state_dicts
-    from ..checkpointing.store.save import write_tensors
-
     if args.format == "dcp" and args.out is not None:
         return _export_dcp(args)
     suffixes = [suffix for name, suffix in _EXPORT_SUFFIXES.items() if suffix and args.format in (None, name)]
@@ -195,33 +184,26 @@ def _export_dcp(args: argparse.Namespace) -> int:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from ..checkpointing.store import directory as disk
-    from ..checkpointing.store.reading import DamagedError, complete_checkpoints, find_checkpoints
-
     if args.keep is not None and args.keep < 1:
         raise ValueError(f"--keep is {args.keep}, expected at least 1")
     if not args.directory.is_dir():
         raise ValueError(f"directory is {args.directory}, which is no directory")
     with closing(disk.Lock(args.directory.absolute())):
-        complete = complete_checkpoints(args.directory)
-        old = [checkpoint.path for checkpoint in complete[: -args.keep]] if args.keep is not None else []
-        found = find_checkpoints(args.directory) if args.damaged else ()
-        damaged = [one.folder for one in found if isinstance(one, DamagedError)]
-        folders = [*disk.leftovers(args.directory), *(disk.retire(path) for path in [*old, *damaged])]
+        complete, damaged = survey(args.directory)
+        old = complete[: -args.keep] if args.keep is not None else []
+        gone = [one.path for one in old]
+        gone += [one.folder for one in damaged if args.damaged and isinstance(one, DamagedError)]
+        folders = [*disk.leftovers(args.directory), *map(disk.retire, gone)]
         removed = [folder for folder in folders if disk.remove_files(folder)]
     kept = len(folders) - len(removed)
     print(f"removed {len(removed)} folders" + (f", kept {kept} that hold other files" if kept else ""))
     audit = _audit(args.directory)
-    for checkpoint in complete[: -args.keep] if args.keep is not None and audit is not None else ():
-        assert audit is not None
+    for checkpoint in old if audit is not None else ():
         audit.append("delete", checkpoint.path, checkpoint.step, checkpoint.nbytes, checkpoint.key_id)
     return int(kept > 0)
 
 
 def _found(args: argparse.Namespace) -> list[Checkpoint | Exception]:
-    from ..checkpointing import Checkpoint
-    from ..checkpointing.store.reading import find_checkpoints
-
     if not args.directory.is_dir():
         raise ValueError(f"directory is {args.directory}, which is no directory")
     if args.step is not None:
@@ -231,10 +213,6 @@ def _found(args: argparse.Namespace) -> list[Checkpoint | Exception]:
 
 
 def _chosen(args: argparse.Namespace) -> Checkpoint:
-    from ..checkpointing import Checkpoint
-    from ..checkpointing.store.layout import step_name
-    from ..checkpointing.store.reading import complete_checkpoints
-
     if args.step is not None:
         return Checkpoint(args.directory / step_name(args.step), _encryption(args), _audit(args.directory))
     complete = complete_checkpoints(args.directory, _encryption(args), _audit(args.directory))
@@ -244,8 +222,6 @@ def _chosen(args: argparse.Namespace) -> Checkpoint:
 
 
 def _encryption(args: argparse.Namespace) -> Encryption | None:
-    from ..checkpointing import Encryption
-
     if args.key_file is None and args.key_env is None:
         return None
     return Encryption(key_file=args.key_file, key_env=args.key_env, accept_plain=args.accept_plain)
@@ -253,8 +229,6 @@ def _encryption(args: argparse.Namespace) -> Encryption | None:
 
 def _audit(directory: Path) -> AuditLog | None:
     """Returns the audit log of a directory whose runs keep one."""
-    from ..checkpointing.store.audit import AUDIT, AuditLog
-
     return AuditLog(directory / AUDIT) if (directory / AUDIT).exists() else None
 
 
@@ -263,6 +237,4 @@ def _shortened(text: str, limit: int = 2000) -> str:
 
 
 def _console() -> Console:
-    from rich.console import Console
-
     return Console(width=None if sys.stdout.isatty() else 120)

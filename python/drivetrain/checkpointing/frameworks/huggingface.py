@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from ...data import ResumableSampler
 from ..checkpointer import Checkpointer
 from ..preemption.agreement import Ranks
-from ..state.encoding import decode
-from ..store.reading import complete_checkpoints
+from .trainers import check_options, check_position, found_in
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -30,7 +29,6 @@ except ImportError as error:
     ) from error
 
 _EXTRA = "transformers.Trainer"  # under which the Trainer's own values are saved
-_OWN = ("model", "optimizer", "scheduler", "scaler", "data", "window")
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
@@ -55,13 +53,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
-        for name in _OWN:
-            if name in options:
-                raise TypeError(
-                    f"{name} is an argument of CheckpointCallback, which takes it from the Trainer: omit it"
-                )
-        if options.get("tiers"):
-            raise ValueError("tiers are given, expected none: the position of the Trainer is read from the directory")
+        check_options(options)
         self._directory, self._options = Path(directory), options
         self._trainer: Trainer | None = None  # inside of train()
         self._checkpointer: Checkpointer | None = None
@@ -142,9 +134,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def _newest(self) -> int:
         """Returns the serial of the newest checkpoint that all ranks see; 0: there is none."""
-        found = (
-            complete_checkpoints(self._directory, self._options.get("encryption")) if self._directory.is_dir() else []
-        )
+        found = found_in(self._directory, self._options)
         ranks = Ranks(self._options.get("timeout", 1800.0))
         ranks.connect()
         try:
@@ -174,17 +164,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if not serial:
             yield None
             return
-        checkpoint = next(
-            one
-            for one in complete_checkpoints(self._directory, self._options.get("encryption"))
-            if one.serial == serial
-        )
-        state: Any = checkpoint.state(trainer.args.process_index % checkpoint.world_size)
-        saved = state.get("extra", {}).get(_EXTRA) if isinstance(state, dict) else None
-        if saved is None:
-            raise ValueError(f"{checkpoint.path} is of no Trainer: choose another directory")
+        checkpoint = next(one for one in found_in(self._directory, self._options) if one.serial == serial)
         assert self._batches is not None
-        _check(decode(saved, {}), _shape_of(trainer, self._batches.total))
+        shape = _shape_of(trainer, self._batches.total)
+        saved = check_position(checkpoint, trainer.args.process_index, _EXTRA, shape, "steps")
         with tempfile.TemporaryDirectory(prefix="drivetrain-trainer-") as folder:
             (Path(folder) / "trainer_state.json").write_text(saved["state"])
             yield folder
@@ -327,12 +310,3 @@ def _shape_of(trainer: Trainer, total: int) -> dict[str, int]:
         "batches per epoch": total,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
     }
-
-
-def _check(saved: Mapping[str, Any], ours: Mapping[str, int]) -> None:
-    for name, value in ours.items():
-        if saved[name] != value:
-            raise ValueError(
-                f"{name} is {value}, expected {saved[name]} as in the checkpoint: the Trainer counts its position in "
-                "steps, which would stand for other samples"
-            )

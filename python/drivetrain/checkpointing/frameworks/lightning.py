@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +13,9 @@ from ..checkpointer import EXIT_CODE, Checkpointer
 from ..state.encoding import decode
 from ..state.saved_optimizer import plain_name
 from ..state.training_state import names_of
-from ..store.encryption import Encryption
 from ..store.errors import CheckpointError, EncryptionError
-from ..store.reading import Checkpoint, complete_checkpoints
+from ..store.reading import Checkpoint
+from .trainers import check_options, check_position, found_in
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer, __version__
@@ -30,7 +31,6 @@ except ImportError as error:
     raise ImportError("drivetrain.checkpointing.frameworks.lightning needs Lightning: pip install lightning") from error
 
 _EXTRA = "lightning.Trainer"  # under which the Trainer's own values are saved
-_OWN = ("model", "optimizer", "scheduler", "scaler", "data", "window")
 # They change the Trainer when an epoch begins, also for the rest of an epoch that is continued.
 _BY_EPOCH = (GradientAccumulationScheduler, StochasticWeightAveraging)
 # Entries of Lightning's checkpoints that are saved elsewhere.
@@ -59,15 +59,9 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
-        for name in _OWN:
-            if name in options:
-                raise TypeError(
-                    f"{name} is an argument of CheckpointCallback, which takes it from the Trainer: omit it"
-                )
+        check_options(options)
         if options.get("exit_code", EXIT_CODE) is None:
             raise ValueError("exit_code is None, expected 0 to 255: Lightning ends the process after a preemption")
-        if options.get("tiers"):
-            raise ValueError("tiers are given, expected none: the position of the Trainer is read from the directory")
         self._directory, self._options = Path(directory), options
         self._checkpointer: Checkpointer | None = None  # inside of fit()
         self._is_pending = False  # a batch has ended and is not counted yet
@@ -93,7 +87,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             del connector._restore_modules_and_callbacks
             if ckpt_path is not None:
                 raise ValueError(f"ckpt_path is {ckpt_path!r}, expected None: the callback restores the state")
-            self._found = _newest(trainer, self._directory, self._options.get("encryption"))
+            self._found = _newest(trainer, found_in(self._directory, self._options))
             if self._found is not None:
                 self._found.restore(trainer)
 
@@ -102,7 +96,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores all other values, once the Trainer has made their objects."""
         shape = _shape_of(trainer)
-        self._check(trainer, shape)
+        if complete := found_in(self._directory, self._options):
+            check_position(complete[-1], trainer.global_rank, _EXTRA, shape, "batches")
         batches = trainer.fit_loop.max_batches  # StochasticWeightAveraging adds one in its last epoch
         found, self._found = self._found, None
         num_schedulers = len(trainer.lr_scheduler_configs)
@@ -147,7 +142,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         ckpt, self._checkpointer = self._checkpointer, None
         if ckpt is None:
             return
-        with _Entered(ckpt):
+        with ExitStack() as stack:
+            stack.push(ckpt)  # whose block was entered in on_train_start
             if self._is_pending:
                 ckpt.step()
 
@@ -157,41 +153,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         if ckpt is not None:
             ckpt.__exit__(type(exception), exception, exception.__traceback__)
 
-    def _check(self, trainer: Trainer, shape: dict[str, int]) -> None:
-        """Raises ValueError if the newest checkpoint's count of batches stands for other samples here."""
-        found = (
-            complete_checkpoints(self._directory, self._options.get("encryption")) if self._directory.is_dir() else []
-        )
-        if not found:
-            return
-        state: Any = found[-1].state(trainer.global_rank % found[-1].world_size)
-        saved = state.get("extra", {}).get(_EXTRA) if isinstance(state, dict) else None
-        if saved is None:
-            raise ValueError(f"{found[-1].path} is of no Lightning Trainer: choose another directory")
-        for name, value in shape.items():
-            if saved[name] != value:
-                raise ValueError(
-                    f"{name} is {value}, expected {saved[name]} as in the checkpoint: the Trainer counts its position "
-                    "in batches, which would stand for other samples"
-                )
-
     def _count(self) -> None:
         if self._is_pending:
             self._is_pending = False
             assert self._checkpointer is not None
             self._checkpointer.step()
-
-
-class _Entered:
-    """Leaves a block that was entered elsewhere."""
-
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = checkpointer
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: Any) -> None:
-        self._checkpointer.__exit__(*exception)
 
 
 class _Scheduler:
@@ -286,9 +252,8 @@ def _averaging(trainer: Trainer) -> list[StochasticWeightAveraging]:
     return [one for one in trainer.callbacks if isinstance(one, StochasticWeightAveraging)]
 
 
-def _newest(trainer: Trainer, directory: Path, encryption: Encryption | None) -> _Found | None:
+def _newest(trainer: Trainer, complete: list[Checkpoint]) -> _Found | None:
     """Returns the newest checkpoint that all ranks can read; None if there is none."""
-    complete = complete_checkpoints(directory, encryption) if directory.is_dir() else []
     mine = {one.serial: one for one in complete}
     for serial in trainer.strategy.broadcast(sorted(mine, reverse=True)):
         found = None

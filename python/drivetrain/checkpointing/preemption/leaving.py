@@ -7,16 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..checkpointer import Checkpointer
 
 _NAMED_AFTER_S = 20.0  # a wait for another rank, so that a script that hangs shows why within half a minute
-
-
-class Leaver(Protocol):
-    """A Checkpointer, inside of its block."""
-
-    @property
-    def steps(self) -> int: ...
 
 
 class Company:
@@ -27,14 +23,14 @@ class Company:
     """
 
     def __init__(self) -> None:
-        self._members: dict[int, tuple[Leaver, Callable[[], None]]] = {}
+        self._members: dict[int, tuple[Checkpointer, Callable[[], None]]] = {}
         self._leaving: set[int] = set()  # members that have saved their last steps and wait for others
 
-    def join(self, member: Leaver, save_last: Callable[[], None]) -> None:
+    def join(self, member: Checkpointer, save_last: Callable[[], None]) -> None:
         """Adds a Checkpointer that enters its block, and what saves its last step unless it is saved."""
         self._members[id(member)] = member, save_last
 
-    def part(self, member: Leaver) -> None:
+    def part(self, member: Checkpointer) -> None:
         """Removes a Checkpointer that leaves its block."""
         self._members.pop(id(member), None)
         self._leaving.discard(id(member))
@@ -43,7 +39,7 @@ class Company:
         """Returns whether a member has saved its last step and waits for another one."""
         return bool(self._leaving)
 
-    def may_leave(self, member: Leaver) -> bool:
+    def may_leave(self, member: Checkpointer) -> bool:
         """Saves the last steps of all. Returns False if another member has yet to make the step of this pass.
 
         A member waits once: others may step more rarely.

@@ -240,8 +240,8 @@ class Writer:
                     "the ranks do not share one file system, or it lost data."
                 )
             yield part
-        for key in self._old_keys:
-            self._forget(key)
+        for key in self._old_keys if self._coordinator is not None else ():
+            self._coordinator.forget(key)
         sent = [f"{index}/{what}/{rank}" for what in ("part", "read") for rank in range(1, self._world_size)]
         self._old_keys = [f"{index}/begin", f"{index}/end", *sent]
 
@@ -267,10 +267,6 @@ class Writer:
             self._tell(key, message)
         except CheckpointError as error:
             _logger.warning("the other ranks were not notified of a failed save: %s", error)
-
-    def _forget(self, key: str) -> None:
-        if self._coordinator is not None:
-            self._coordinator.forget(key)
 
     def _ask(self, key: str, step: int, what: str) -> dict[str, Any]:
         assert self._coordinator is not None

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..._C import exchange_paths
 from .errors import CheckpointError
 from .layout import LEFTOVER, LOCK, is_known, temporary_name
+from .manifest import JSON
 
 _logger = logging.getLogger("drivetrain")
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
@@ -62,6 +63,18 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_note(path: Path, content: JSON) -> None:
+    """Writes a small file next to the checkpoints in one step, durably. A disk that refuses gives a warning."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # a colleague's process may have left it
+        write_file(temporary, json.dumps(content, indent=1).encode())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        _logger.warning("%s was not written: %s", path, error)
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 from collections.abc import Iterable
@@ -13,7 +12,6 @@ from typing import NamedTuple
 from . import directory as disk
 from .errors import CheckpointError
 
-_logger = logging.getLogger("drivetrain")
 RUN = "run.json"
 
 
@@ -108,16 +106,8 @@ class Identity:
             )
 
     def _write(self) -> None:
-        path = self._directory / RUN
-        temporary = path.with_name(f".{RUN}.tmp")
-        text = json.dumps({"drivetrain": "run", "run": self.origin.run, "has_saved": self._has_saved})
-        try:
-            temporary.unlink(missing_ok=True)
-            disk.write_file(temporary, text.encode())
-            temporary.replace(path)
-            disk.sync_folder(self._directory)
-        except OSError as error:
-            _logger.warning("%s was not written: %s", path, error)
+        note = {"drivetrain": "run", "run": self.origin.run, "has_saved": self._has_saved}
+        disk.replace_note(self._directory / RUN, note)
         self._written = self.origin.run, self._has_saved
 
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
-from drivetrain.checkpointing.state.encoding import Encoder, decode, references
+from drivetrain.checkpointing.state.encoding import Encoder, decode
+from drivetrain.checkpointing.state.training_state import names_of
 
 SCALARS = (
     st.none()
@@ -162,7 +163,7 @@ def test_names_say_where_tensors_come_from_and_whose_they_are() -> None:
     encoder = Encoder(lambda tensor: tensor.data_ptr() == mine.data_ptr(), "rank3/")
     encoded = encoder.encode({"a/b": ours, "a": {"b": mine.clone(), "c": mine}}, "state")
     assert list(encoder.tensors) == ["state/a/b", "state/a/b~", "rank3/state/a/c"]
-    assert sorted(references(encoded)) == sorted(encoder.tensors)
+    assert sorted(names_of(encoded)) == sorted(encoder.tensors)
 
 
 @pytest.mark.parametrize(

@@ -441,7 +441,7 @@ class Checkpointer:
                 checkpoint,
                 self._ranks.world_size,
                 self._position.resumes_on(self._ranks.world_size),
-                self._state.has_collected_gradients(state),
+                any(state["gradients"]),
                 differing,
             )
 

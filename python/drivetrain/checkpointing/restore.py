@@ -16,7 +16,7 @@ from .state.encoding import JSON
 from .state.shards import read_shards
 from .state.training_state import TrainingState, names_of
 from .store.errors import CheckpointError, EncryptionError
-from .store.reading import Checkpoint, DamagedError
+from .store.reading import Checkpoint
 from .tiers import Tiers
 
 _logger = logging.getLogger("drivetrain")
@@ -76,7 +76,7 @@ def load_newest(
             failure = error
         if ranks.all_true(loaded is not None):
             assert loaded is not None
-            newer = [error for error in damaged if _step_of(error) > checkpoint.step]
+            newer = [one for one in damaged if int(one.folder.name.removeprefix("step-")) > checkpoint.step]
             if ranks.rank == 0 and (reasons := [*map(str, [*passed_over, *newer]), *tiers.damaged]):
                 warnings.warn(
                     f"the training continues with step {checkpoint.step}, because newer checkpoints are damaged: "
@@ -158,11 +158,6 @@ def _nothing_intact(directory: Path, errors: Sequence[CheckpointError]) -> Check
         f"{directory} has checkpoints, and none is intact{reason}{more}. Restore a copy of them. To start from "
         "scratch on purpose, move the directory away or choose another one."
     )
-
-
-def _step_of(error: CheckpointError) -> int:
-    folder = error.folder.name if isinstance(error, DamagedError) else ""
-    return int(folder.removeprefix("step-") or 0)
 
 
 def _load(checkpoint: Checkpoint, rank: int, training: TrainingState) -> tuple[JSON, dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class Tiers:
                 self._identity.settle([Origin(one.run, one.home) for one in manifests(store.directory)])
                 if self._uploaders:
                     complete = complete_checkpoints(store.directory)
-                    self._download(max((one.serial for one in complete), default=0), None)
+                    self._download(max((one.serial for one in complete), default=0))
                 store.belong_to(self._identity.begin())
             except CheckpointError as error:
                 failure = error
@@ -150,11 +151,8 @@ class Tiers:
                 "another rank cannot begin with the checkpoints that it found; its error says why"
             )
 
-    def _download(self, above: int, up_to: int | None) -> bool:
+    def _download(self, above: int, up_to: float = math.inf) -> bool:
         """Downloads the newest intact remote checkpoint with a serial above the first number, up to the second.
-
-        Args:
-            above, up_to: The limits; None sets no upper one.
 
         Raises:
             CheckpointError: `above` is 0, and a remote cannot be read or none of their checkpoints is intact.
@@ -171,9 +169,7 @@ class Tiers:
                 assert self._identity is not None
                 self._identity.settle_remote(uploader.remote.url, Origin(one.run, one.home))
             candidates += [
-                (one.serial, name, uploader.remote)
-                for name, one in found.items()
-                if one.serial > above and (up_to is None or one.serial <= up_to)
+                (one.serial, name, uploader.remote) for name, one in found.items() if above < one.serial <= up_to
             ]
             uploader.newest_found = max((one.serial for one in found.values()), default=0)
         for _, name, remote in sorted(candidates, key=lambda one: one[0], reverse=True):

@@ -18,7 +18,7 @@ from ..checkpointing.state.training_state import state_dicts
 from ..checkpointing.store import directory as disk
 from ..checkpointing.store.audit import AUDIT, AuditLog
 from ..checkpointing.store.layout import step_name
-from ..checkpointing.store.reading import DamagedError, complete_checkpoints, find_checkpoints, survey
+from ..checkpointing.store.reading import complete_checkpoints, find_checkpoints, survey
 from ..checkpointing.store.save import write_tensors
 from ..checkpointing.tiers import TIERS
 
@@ -191,8 +191,7 @@ def _collect(args: argparse.Namespace) -> int:
     with closing(disk.Lock(args.directory.absolute())):
         complete, damaged = survey(args.directory)
         old = complete[: -args.keep] if args.keep is not None else []
-        gone = [one.path for one in old]
-        gone += [one.folder for one in damaged if args.damaged and isinstance(one, DamagedError)]
+        gone = [one.path for one in old] + [one.folder for one in damaged if args.damaged]
         folders = [*disk.leftovers(args.directory), *map(disk.retire, gone)]
         removed = [folder for folder in folders if disk.remove_files(folder)]
     kept = len(folders) - len(removed)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ...optim.sharded import is_dtensor
-from ..state.saved_optimizer import load_optimizer, parameter_names, saved_parameter_names
+from ..state.saved_optimizer import load_optimizer, parameter_names
 from ..state.training_state import bare, state_dicts
 from ..store.errors import CheckpointError
 from ..store.reading import Checkpoint
@@ -43,15 +43,15 @@ def export_dcp(checkpoint: Checkpoint, directory: str | os.PathLike[str], rank: 
     if target.exists():
         raise ValueError(f"directory is {target}, which exists: choose a new folder")
     found = state_dicts(checkpoint, rank)
-    names = saved_parameter_names(checkpoint, rank)
-    if found is None or (names is None and found["optimizer"]):
+    state: Any = checkpoint.state(rank)
+    if found is None or (state.get("parameters") is None and found["optimizer"]):
         raise ValueError(
             f"checkpoint is {checkpoint.path}, which holds no names of parameters: expected one that a Checkpointer "
             "of this version saved. Restore it with a Checkpointer and save it again."
         )
     contents = {"model": found["model"], "step": checkpoint.step, "scheduler": found["scheduler"]}
     if found["optimizer"]:
-        contents["optim"] = _by_name(found["optimizer"], names or [])
+        contents["optim"] = _by_name(found["optimizer"], state["parameters"])
     partial = target.with_name(target.name + ".part")
     shutil.rmtree(partial, ignore_errors=True)
     with _alone():

@@ -8,7 +8,7 @@ import base64
 import collections
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...optim.sharded import is_dtensor
-from .shards import KEY, Shard, describe_mesh, marked, part_of
+from .shards import KEY, Shard, describe_mesh, part_of
 
 JSON: TypeAlias = Any  # None, bool, int, float, str, or lists and dicts of them
 
@@ -231,11 +231,6 @@ def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
     if mark not in _DECODERS:
         raise ValueError(f"the state has the mark {mark!r}, which this drivetrain does not know: upgrade drivetrain")
     return _DECODERS[mark](content)
-
-
-def references(value: JSON) -> Iterator[str]:
-    """Yields the names of all tensors that an encoded value refers to, but for parts of sharded ones."""
-    return marked(value, "$tensor")
 
 
 def _text(data: bytes | bytearray) -> str:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ...optim import precision
 from ...optim.base import FusedOptimizer
-from ..store.reading import Checkpoint
 
 # torch's state dicts leave these parts of names out in most places.
 _WRAPPER_PARTS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")
@@ -136,13 +135,6 @@ def parameter_names(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), plain_name(name))
     return [[names.get(id(param)) for group in one.param_groups for param in group["params"]] for one in optimizers]
-
-
-def saved_parameter_names(checkpoint: Checkpoint, rank: int = 0) -> list[list[str | None]] | None:
-    """Returns what `parameter_names` returned at the save; None for checkpoints of older versions."""
-    state: Any = checkpoint.state(rank)
-    found: list[list[str | None]] | None = state.get("parameters") if isinstance(state, dict) else None
-    return found
 
 
 def plain_name(name: str) -> str:

@@ -15,7 +15,7 @@ from ...optim.sharded import is_dtensor, local_part, state_placements
 from ...wrapped import unwrapped
 from ..store.reading import Checkpoint
 from . import rng, shards
-from .encoding import JSON, Encoder, decode, references
+from .encoding import JSON, Encoder, decode
 from .gradients import Gradients
 from .position import Position, Stateful
 from .saved_optimizer import ParameterOrder, check_maker, class_name, load_optimizer, parameter_names, plain_name
@@ -189,10 +189,6 @@ class TrainingState:
         if self._window_state is not None:
             window.load_state_dict(self._window_state)
             self._window_state = None
-
-    def has_collected_gradients(self, state: JSON) -> bool:
-        """Returns whether an encoded state was captured inside of an accumulation window."""
-        return any(state["gradients"])
 
     def _restore_window(self, state: JSON, values: dict[str, Any]) -> None:
         for gradients, saved in zip(self._gradients, values["gradients"], strict=True):
@@ -439,8 +435,8 @@ def state_dicts(checkpoint: Checkpoint, rank: int = 0) -> dict[str, Any] | None:
 
 
 def names_of(state: JSON) -> list[str]:
-    """Returns the names of all tensors that a captured state refers to."""
-    return list(dict.fromkeys(references(state)))
+    """Returns the names of all tensors that an encoded state refers to, but for parts of sharded ones."""
+    return list(dict.fromkeys(shards.marked(state, "$tensor")))
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ _ADVICE = {
 }
 
 
+@dataclass(eq=False)
 class Writer:
     """Writes saves of one rank into a directory. All ranks write the same saves in the same order.
 
@@ -59,27 +60,18 @@ class Writer:
         timeout_s: Limit on every wait.
         encryption: The keys that encrypt; None writes plain files.
         next_serial: Returns the serial of the next checkpoint. Only rank 0 calls it.
+        origin: The run that the next checkpoints belong to.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        rank: int,
-        world_size: int,
-        coordinator: Coordinator | None,
-        timeout_s: float,
-        encryption: Encryption | None,
-        next_serial: Callable[[], int],
-    ) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._world_size = world_size
-        self._coordinator = coordinator
-        self._timeout_s = timeout_s
-        self._encryption = encryption
-        self._next_serial = next_serial
-        self._old_keys: list[str] = []
-        self.origin = Origin("", "")
+    directory: Path
+    rank: int
+    world_size: int
+    coordinator: Coordinator | None
+    timeout_s: float
+    encryption: Encryption | None
+    next_serial: Callable[[], int]
+    origin: Origin = field(default_factory=Origin)
+    _old_keys: list[str] = field(default_factory=list)
 
     def write(self, index: int, save: Save) -> Path:
         """Writes save number `index` and waits until it is complete on all ranks. Returns the checkpoint's folder.
@@ -87,19 +79,19 @@ class Writer:
         Raises:
             CheckpointError: Any rank failed. Errors of this one are as they came: see `explained`.
         """
-        return self._lead(index, save) if self._rank == 0 else self._follow(index, save)
+        return self._lead(index, save) if self.rank == 0 else self._follow(index, save)
 
     def refuse(self, index: int, step: int, error: Exception) -> None:
         """Tells the other ranks that this one cannot take part in save number `index`."""
-        message = {"step": step, "error": f"rank {self._rank}: {error}"}
-        if self._rank == 0:
+        message = {"step": step, "error": f"rank {self.rank}: {error}"}
+        if self.rank == 0:
             self._tell_failure(f"{index}/begin", message)
         else:
-            self._tell_failure(f"{index}/part/{self._rank}", message)
+            self._tell_failure(f"{index}/part/{self.rank}", message)
 
     def _lead(self, index: int, save: Save) -> Path:
-        final = self._directory / step_name(save.step)
-        temporary = self._directory / temporary_name(save.step)
+        final = self.directory / step_name(save.step)
+        temporary = self.directory / temporary_name(save.step)
         key = f"{index}/begin"
         try:
             temporary.mkdir()
@@ -110,9 +102,9 @@ class Writer:
             parts = [self._write_part(save, temporary, checkpoint), *self._gather(index, save.step, temporary)]
             cipher = self._new_cipher(MANIFEST)
             manifest = Manifest(
-                self._next_serial(),
+                self.next_serial(),
                 save.step,
-                self._world_size,
+                self.world_size,
                 time.time(),
                 parts,
                 checkpoint,
@@ -136,20 +128,20 @@ class Writer:
         This process may host the store and end right after its last save. Ranks that had not read the end of that save
         would then report it as failed. A rank that does not answer is no error: the checkpoint is complete.
         """
-        if self._coordinator is None:
+        if self.coordinator is None:
             return
-        deadline = time.monotonic() + min(_READ_S, self._timeout_s)
+        deadline = time.monotonic() + min(_READ_S, self.timeout_s)
         with contextlib.suppress(CheckpointError):
-            for rank in range(1, self._world_size):
+            for rank in range(1, self.world_size):
                 left = max(0.0, deadline - time.monotonic())
-                self._coordinator.ask(f"{index}/read/{rank}", left, f"rank {rank} to learn that the save is complete")
+                self.coordinator.ask(f"{index}/read/{rank}", left, f"rank {rank} to learn that the save is complete")
 
     def _follow(self, index: int, save: Save) -> Path:
         temporary: Path | None = None
-        key = f"{index}/part/{self._rank}"
+        key = f"{index}/part/{self.rank}"
         try:
             begin = self._ask(f"{index}/begin", save.step, "rank 0 to begin the save")
-            temporary = self._directory / begin["folder"]
+            temporary = self.directory / begin["folder"]
             self._await_visible(temporary, f"rank 0 on host {begin['host']} made")
             part = self._write_part(save, temporary, begin["checkpoint"])
             self._tell(key, {"step": save.step, "host": socket.gethostname(), **vars(part)})
@@ -157,26 +149,26 @@ class Writer:
             end = self._ask(f"{index}/end", save.step, "rank 0 to complete the checkpoint")
         except BaseException as error:
             if temporary is not None:
-                self._discard_part(temporary, save)
+                self._discard(temporary, save)
             if key:
-                self._tell_failure(key, {"step": save.step, "error": f"rank {self._rank}: {describe(error)}"})
+                self._tell_failure(key, {"step": save.step, "error": f"rank {self.rank}: {describe(error)}"})
             raise
         with contextlib.suppress(CheckpointError):  # rank 0 does not need the answer, and the checkpoint is complete
-            self._tell(f"{index}/read/{self._rank}", {"step": save.step})
-        final: Path = self._directory / end["folder"]
+            self._tell(f"{index}/read/{self.rank}", {"step": save.step})
+        final: Path = self.directory / end["folder"]
         return final
 
     def _write_part(self, save: Save, folder: Path, checkpoint: str) -> RankFiles:
         snapshot = save._snapshot
         assert snapshot is not None
-        name = part_name(self._rank, self._world_size, "safetensors")
+        name = part_name(self.rank, self.world_size, "safetensors")
         cipher = self._new_cipher(name)
         snapshot.write(os.fspath(folder / name), True, _WRITE_THREADS, NICE)
         save._key_id = None if cipher is None else cipher.protection.key_id
         tags = [] if cipher is None else self._encrypt(snapshot, cipher, checkpoint)
-        if not snapshot.wait_written(self._timeout_s):
+        if not snapshot.wait_written(self.timeout_s):
             raise CheckpointError(
-                f"{folder / name} was not written within {self._timeout_s:g} s: the disk is slow or does not answer. "
+                f"{folder / name} was not written within {self.timeout_s:g} s: the disk is slow or does not answer. "
                 "Check it, or raise `timeout`."
             )
         save.write_s = time.monotonic() - save._began
@@ -188,18 +180,18 @@ class Writer:
             hidden = replace(record, checkpoint=checkpoint, tags=tags, protection=cipher.protection)
             hidden = replace(hidden, state=None, header_crc32c="")
             data = seal(hidden, cipher, json.dumps(secret).encode())
-        record_name = part_name(self._rank, self._world_size, "json")
+        record_name = part_name(self.rank, self.world_size, "json")
         disk.write_file(folder / record_name, data)
         share(folder / name, folder / record_name)
         disk.sync_folder(folder)
         return RankFiles(record_name, len(data), hexadecimal(crc32c(data)), name, snapshot.nbytes)
 
     def _new_cipher(self, file: str) -> FileCipher | None:
-        return None if self._encryption is None else FileCipher.new(self._encryption, file)
+        return None if self.encryption is None else FileCipher.new(self.encryption, file)
 
     def _encrypt(self, snapshot: Snapshot, cipher: FileCipher, checkpoint: str) -> list[str]:
         """Encrypts each chunk once it is copied, and returns the tags. Stops early if the snapshot fails."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         sealed = torch.empty(CHUNK_BYTES + TAG_BYTES, dtype=torch.uint8, device="cpu")
         tags = []
         for index in range(snapshot.num_chunks):
@@ -213,8 +205,8 @@ class Writer:
     def _record(self, save: Save, snapshot: Snapshot, name: str) -> Record:
         return Record(
             step=save.step,
-            rank=self._rank,
-            world_size=self._world_size,
+            rank=self.rank,
+            world_size=self.world_size,
             file=name,
             file_bytes=snapshot.nbytes,
             header_bytes=len(save._header),
@@ -226,7 +218,7 @@ class Writer:
 
     def _gather(self, index: int, step: int, folder: Path) -> Iterator[RankFiles]:
         """Yields the parts of the other ranks, after a look at their files, which proves a shared file system."""
-        for rank in range(1, self._world_size):
+        for rank in range(1, self.world_size):
             message = self._ask(f"{index}/part/{rank}", step, f"rank {rank} to write its part")
             host = message.pop("host")
             del message["step"]
@@ -240,26 +232,26 @@ class Writer:
                     "the ranks do not share one file system, or it lost data."
                 )
             yield part
-        for key in self._old_keys if self._coordinator is not None else ():
-            self._coordinator.forget(key)
-        sent = [f"{index}/{what}/{rank}" for what in ("part", "read") for rank in range(1, self._world_size)]
+        for key in self._old_keys if self.coordinator is not None else ():
+            self.coordinator.forget(key)
+        sent = [f"{index}/{what}/{rank}" for what in ("part", "read") for rank in range(1, self.world_size)]
         self._old_keys = [f"{index}/begin", f"{index}/end", *sent]
 
     def _await_visible(self, path: Path, made_by: str) -> None:
-        deadline = time.monotonic() + min(_VISIBLE_S, self._timeout_s)
+        deadline = time.monotonic() + min(_VISIBLE_S, self.timeout_s)
         while not path.exists():
             if time.monotonic() >= deadline:
                 raise CheckpointError(
-                    f"rank {self._rank} on host {socket.gethostname()} does not see {path}, which {made_by}: the ranks "
+                    f"rank {self.rank} on host {socket.gethostname()} does not see {path}, which {made_by}: the ranks "
                     "do not share this file system. Choose a directory that all hosts mount."
                 )
-            if self._coordinator is not None:
-                self._coordinator.look(f"{path}, which {made_by}")
+            if self.coordinator is not None:
+                self.coordinator.look(f"{path}, which {made_by}")
             time.sleep(0.02)
 
     def _tell(self, key: str, message: dict[str, Any]) -> None:
-        if self._coordinator is not None:
-            self._coordinator.tell(key, message)
+        if self.coordinator is not None:
+            self.coordinator.tell(key, message)
 
     def _tell_failure(self, key: str, message: dict[str, Any]) -> None:
         """Tells the other ranks why they wait in vain. A store that fails as well must not hide the first error."""
@@ -269,11 +261,11 @@ class Writer:
             _logger.warning("the other ranks were not notified of a failed save: %s", error)
 
     def _ask(self, key: str, step: int, what: str) -> dict[str, Any]:
-        assert self._coordinator is not None
-        message = self._coordinator.ask(key, self._timeout_s, what)
+        assert self.coordinator is not None
+        message = self.coordinator.ask(key, self.timeout_s, what)
         if message["step"] != step:
             raise CheckpointError(
-                f"rank {self._rank} saves step {step} while another rank saves step {message['step']}: "
+                f"rank {self.rank} saves step {step} while another rank saves step {message['step']}: "
                 "call save() with the same step on every rank."
             )
         if "error" in message:
@@ -282,19 +274,16 @@ class Writer:
 
     def _discard(self, temporary: Path, save: Save) -> None:
         """Removes what a failed save has written, as far as the disk lets it; the next start tries again."""
-        with contextlib.suppress(FileNotFoundError):
-            try:
+        try:
+            if self.rank == 0:
                 disk.remove_files(temporary)
-            except OSError as error:
-                _logger.warning("%s of the failed save of step %d is left: %s", temporary, save.step, error)
-
-    def _discard_part(self, temporary: Path, save: Save) -> None:
-        for suffix in ("safetensors", "json"):
-            path = temporary / part_name(self._rank, self._world_size, suffix)
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                _logger.warning("%s of the failed save of step %d is left: %s", path, save.step, error)
+                return
+            for suffix in ("safetensors", "json"):
+                (temporary / part_name(self.rank, self.world_size, suffix)).unlink(missing_ok=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _logger.warning("%s of the failed save of step %d is left: %s", temporary, save.step, error)
 
     @contextlib.contextmanager
     def explained(self, step: int) -> Iterator[None]:
@@ -303,7 +292,7 @@ class Writer:
             yield
         except Exception as error:
             raise CheckpointError(
-                f"step {step} was not saved to {self._directory}: {describe(error)} Older checkpoints are unharmed."
+                f"step {step} was not saved to {self.directory}: {describe(error)} Older checkpoints are unharmed."
             ) from (error.__cause__ if isinstance(error, CheckpointError) else error)
 
 

@@ -7,12 +7,11 @@ import threading
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 from ...processes import Process, has_ended, this_process
 from .errors import CheckpointError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 50e-3
+_PREFIX = "drivetrain/checkpoint"  # of all keys
 _LOOK_S = 0.25  # between two looks whether the processes of other ranks have ended
 
 
@@ -23,12 +22,11 @@ class Coordinator:
         store: The store that all ranks share.
         rank: This rank.
         world_size: Number of ranks.
-        prefix: Prefix of all keys.
 
     Every rank must construct its coordinators in the same order: a number in the keys separates them.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, prefix: str = "drivetrain/checkpoint") -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, expected 0 to {world_size - 1}")
         self.rank = rank
@@ -36,23 +34,10 @@ class Coordinator:
         self._is_abandoned = threading.Event()
         self._store = store
         # A restart in place may reuse the store: keys of the last coordinator must not answer this one.
-        self._prefix = f"{prefix}/{store.add(f'{prefix}/count/{rank}', 1)}/"
+        self._prefix = f"{_PREFIX}/{store.add(f'{_PREFIX}/count/{rank}', 1)}/"
         store.set(f"{self._prefix}process/{rank}", json.dumps(this_process()))
         self._processes: dict[int, Process] = {}
         self._looked_at = time.monotonic()
-
-    @classmethod
-    def from_process_group(cls, group: dist.ProcessGroup | None = None) -> Coordinator:
-        """Makes the coordinator of a process group; None is the default one.
-
-        Raises:
-            ValueError: The process group is not initialized.
-        """
-        if not dist.is_initialized():
-            raise ValueError("torch.distributed has no process group: call init_process_group() first")
-        group = group or dist.distributed_c10d._get_default_group()
-        store = dist.distributed_c10d._world.pg_map[group][1]
-        return cls(store, dist.get_rank(group), dist.get_world_size(group))
 
     def tell(self, key: str, message: dict[str, Any]) -> None:
         """Publishes a message under a key.

@@ -55,14 +55,10 @@ def write_file(path: Path, data: bytes) -> None:
 
     The umask and the folder decide about the access of others, here and in all other files of a checkpoint.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with path.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def replace_note(path: Path, content: JSON) -> None:

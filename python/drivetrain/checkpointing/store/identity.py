@@ -23,8 +23,8 @@ class Origin(NamedTuple):
         home: The directory that the run was started with.
     """
 
-    run: str
-    home: str
+    run: str = ""
+    home: str = ""
 
 
 class Identity:

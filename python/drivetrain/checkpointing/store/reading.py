@@ -303,7 +303,7 @@ class Survey(NamedTuple):
     """
 
     complete: list[Checkpoint]
-    damaged: list[CheckpointError]
+    damaged: list[DamagedError]
 
 
 def survey(directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None) -> Survey:
@@ -316,7 +316,10 @@ def survey(directory: Path, encryption: Encryption | None = None, audit: AuditLo
     found = Survey([], [])
     try:
         for one in find_checkpoints(directory, None, audit):
-            found.complete.append(one) if isinstance(one, Checkpoint) else found.damaged.append(one)
+            if isinstance(one, Checkpoint):
+                found.complete.append(one)
+            elif isinstance(one, DamagedError):
+                found.damaged.append(one)
     except OSError as error:
         raise CheckpointError(
             f"{directory} cannot be read: {error}. Check the path and whether it is mounted."

@@ -99,7 +99,7 @@ class Store:
                     f"coordinator is None and world_size {world_size}: pass a Coordinator, or call "
                     "init_process_group() with as many ranks first"
                 )
-            coordinator = Coordinator.from_process_group()
+            coordinator = Coordinator(dist.distributed_c10d._get_default_store(), dist.get_rank(), world_size)
         if coordinator is not None and (coordinator.rank, coordinator.world_size) != (rank, world_size):
             raise ValueError(
                 f"coordinator is of rank {coordinator.rank} of {coordinator.world_size}, "

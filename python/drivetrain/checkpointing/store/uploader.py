@@ -159,7 +159,10 @@ class Uploader:
             try:
                 self.remote.upload(folder, self._tier.reads_back)
                 _logger.info("uploaded %s to %s in %.1f s", folder.name, self._tier.url, time.monotonic() - began)
-                self._remove_old()
+                try:
+                    self.remote.remove_old(self._tier.keep)
+                except Exception as caught:
+                    _logger.warning("old checkpoints were not deleted from %s: %s", self._tier.url, caught)
             except Exception as caught:  # each remote file system raises errors of its own
                 error = f"{type(caught).__name__}: {caught}" if not isinstance(caught, CheckpointError) else str(caught)
                 _logger.error("%s was not uploaded to %s: %s", folder.name, self._tier.url, error)
@@ -171,12 +174,6 @@ class Uploader:
                     self._failed.append(_step(folder))
                 self._state.notify_all()
             self._changed_call()
-
-    def _remove_old(self) -> None:
-        try:
-            self.remote.remove_old(self._tier.keep)
-        except Exception as error:
-            _logger.warning("old checkpoints were not deleted from %s: %s", self._tier.url, error)
 
     def _attempt(self, what: str, call: Callable[[], Any]) -> Any:
         """Calls again after errors, with pauses that double and vary, so that many runs do not come at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -311,6 +312,21 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
 def test_bad_arguments(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_folder_of_this_host_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    trained(tmp_path / "run", 2, tiers=[Remote(f"file://{tmp_path}/remote")], every=None)
+    uploaded = {str(path) for path in (tmp_path / "remote").rglob("*")}
+    assert len(uploaded) == 4
+    assert uploaded | {str(tmp_path / "remote"), str(tmp_path)} <= synced
 
 
 # ---- A directory in shared memory, with a remote on the disk.

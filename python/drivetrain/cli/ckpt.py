@@ -147,7 +147,12 @@ def _show(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     if args.format == "dcp" and args.out is not None:
-        return _export_dcp(args)
+        from ..checkpointing.frameworks.dcp import export_dcp
+
+        checkpoint = _chosen(args)
+        export_dcp(checkpoint, args.out, args.rank or 0)
+        print(f"wrote step {checkpoint.step} to {args.out}")
+        return 0
     suffixes = [suffix for name, suffix in _EXPORT_SUFFIXES.items() if suffix and args.format in (None, name)]
     if args.out is None or args.out.suffix not in suffixes:
         expected = f"a file that ends with {' or '.join(suffixes)}" if suffixes else "a new folder"
@@ -174,15 +179,6 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export_dcp(args: argparse.Namespace) -> int:
-    from ..checkpointing.frameworks.dcp import export_dcp
-
-    checkpoint = _chosen(args)
-    export_dcp(checkpoint, args.out, args.rank or 0)
-    print(f"wrote step {checkpoint.step} to {args.out}")
-    return 0
-
-
 def _collect(args: argparse.Namespace) -> int:
     if args.keep is not None and args.keep < 1:
         raise ValueError(f"--keep is {args.keep}, expected at least 1")
@@ -196,9 +192,9 @@ def _collect(args: argparse.Namespace) -> int:
         removed = [folder for folder in folders if disk.remove_files(folder)]
     kept = len(folders) - len(removed)
     print(f"removed {len(removed)} folders" + (f", kept {kept} that hold other files" if kept else ""))
-    audit = _audit(args.directory)
-    for checkpoint in old if audit is not None else ():
-        audit.append("delete", checkpoint.path, checkpoint.step, checkpoint.nbytes, checkpoint.key_id)
+    if (audit := _audit(args.directory)) is not None:
+        for one in old:
+            audit.append("delete", one.path, one.step, one.nbytes, one.key_id)
     return int(kept > 0)
 
 

@@ -137,20 +137,20 @@ class _Epoch:
         if self._is_done:
             raise StopIteration
         if self._counter is not None:
-            self._counter.begin_fetch()
+            self._counter.fetching()
         try:
             batch = self._first() if self._thread is None else self._take()
         except BaseException as error:
             self._is_done = True
             if self._counter is not None and isinstance(error, StopIteration):
-                self._counter.end_epoch()
+                self._counter.end()
             self._buffer.stop()
             # Otherwise it came from the wait, as of a signal: the thread may wait for the loader for long, or forever.
             if self._has_loaded:
                 self.close()
             raise
         if self._counter is not None:
-            self._counter.count()
+            self._counter.batches += 1
         return self._copier.received(batch)
 
     def _first(self) -> Any:

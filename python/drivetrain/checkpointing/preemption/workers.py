@@ -67,7 +67,7 @@ class Shield:
             forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         init = loader.worker_init_fn
-        loader.worker_init_fn = Ignoring(init, self._signals)
+        loader.worker_init_fn = functools.partial(_begin_ignoring, init, self._signals)
         try:
             yield
         finally:
@@ -93,25 +93,17 @@ class Shield:
                 raise
 
 
-class Ignoring:
-    """A `worker_init_fn` that ignores signals, and calls the one that the loader has.
+def _begin_ignoring(init: Callable[[int], Any] | None, signals: list[signal.Signals], worker: int) -> None:
+    """Ignores signals in a worker, which starts with them blocked, and calls the loader's `worker_init_fn`.
 
-    Args:
-        init: The loader's.
-        signals: The signals, which are blocked when the worker starts.
+    torch's handler of SIGTERM, which ends the worker, is set already.
     """
-
-    def __init__(self, init: Callable[[int], Any] | None, signals: list[signal.Signals]) -> None:
-        self._init, self._signals = init, signals
-
-    def __call__(self, worker: int) -> None:
-        """Begins to ignore the signals. torch's handler of SIGTERM, which ends the worker, is set already."""
-        for number in self._signals:
-            signal.signal(number, _ignore)  # not SIG_IGN, which programs that the dataset starts would inherit
-            signal.siginterrupt(number, False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
-        if self._init is not None:
-            self._init(worker)
+    for number in signals:
+        signal.signal(number, _ignore)  # not SIG_IGN, which programs that the dataset starts would inherit
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    if init is not None:
+        init(worker)
 
 
 def has_lost_workers(batches: Any) -> bool:

@@ -9,16 +9,14 @@ import collections
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...optim.sharded import is_dtensor
-from .shards import KEY, Shard, describe_mesh, part_of
-
-JSON: TypeAlias = Any  # None, bool, int, float, str, or lists and dicts of them
+from .shards import JSON, KEY, Shard, describe_mesh, part_of
 
 _INLINE_BYTES = 64  # CPU tensors up to this size, such as step counters, are part of the JSON value
 _INLINE_ARRAY_BYTES = 4096  # NumPy arrays up to this size, such as random states

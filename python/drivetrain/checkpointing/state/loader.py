@@ -376,13 +376,13 @@ class CountedBatches:
         return self
 
     def __next__(self) -> Any:
-        self.begin_fetch()
+        self._counted.fetching()
         try:
             batch = self._fetch()
         except StopIteration:
-            self.end_epoch()
+            self._counted.end()
             raise
-        self.count()
+        self._counted.batches += 1
         return batch
 
     def _fetch(self) -> Any:
@@ -400,21 +400,12 @@ class CountedBatches:
         self._fetched += 1
         return batch
 
-    def apart(self) -> tuple[Iterator[Any], "CountedBatches"]:
+    def apart(self) -> tuple[Iterator[Any], Counted]:
         """Returns the iterator without counting, and what counts, for data.prefetch, which takes batches ahead.
 
-        The caller calls `begin_fetch` before the training fetches a batch, and `count` or `end_epoch` after it.
+        The caller calls `fetching` before the training fetches a batch, and counts `batches` or calls `end` after it.
         """
-        return iter(self._fetch, END), self
-
-    def begin_fetch(self) -> None:
-        self._counted.fetching()
-
-    def count(self) -> None:
-        self._counted.batches += 1
-
-    def end_epoch(self) -> None:
-        self._counted.end()
+        return iter(self._fetch, END), self._counted
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

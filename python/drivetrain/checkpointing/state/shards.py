@@ -37,22 +37,12 @@ class Shard(NamedTuple):
     path: str
 
 
-class LocalShard(NamedTuple):
-    """The part of a DTensor that this rank has.
-
-    Attributes:
-        local: Its values, which share memory with the DTensor.
-        offset: The place of its first element in the whole tensor; None if the part is no block of it.
-        owner: The global rank that saves it; ranks with replicas save nothing.
-    """
-
-    local: Tensor
-    offset: tuple[int, ...] | None
-    owner: int
-
-
-def part_of(value: DTensor, path: str) -> LocalShard:
+def part_of(value: DTensor, path: str) -> tuple[Tensor, tuple[int, ...] | None, int]:
     """Returns this rank's part of a DTensor, without a copy.
+
+    Returns:
+        The part, the place of its first element in the whole tensor, and the global rank that saves it: ranks with
+        replicas save nothing. The place is None if the part is no block of the tensor.
 
     Raises:
         NotImplementedError: The DTensor holds sums that are not reduced, or its mesh leaves this rank out.
@@ -71,7 +61,7 @@ def part_of(value: DTensor, path: str) -> LocalShard:
     index = tuple(0 if place.is_replicate() else at for place, at in places)
     is_block = all(place.is_replicate() or type(place).__name__ == "Shard" for place in value.placements)
     offset = tuple(region_of(value.shape, mesh, value.placements)[0]) if is_block else None
-    return LocalShard(local_part(value).detach(), offset, int(mesh.mesh[index]))
+    return local_part(value).detach(), offset, int(mesh.mesh[index])
 
 
 def region_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Region:

@@ -83,11 +83,7 @@ class Writer:
 
     def refuse(self, index: int, step: int, error: Exception) -> None:
         """Tells the other ranks that this one cannot take part in save number `index`."""
-        message = {"step": step, "error": f"rank {self.rank}: {error}"}
-        if self.rank == 0:
-            self._tell_failure(f"{index}/begin", message)
-        else:
-            self._tell_failure(f"{index}/part/{self.rank}", message)
+        self._tell_failure(f"{index}/begin" if self.rank == 0 else f"{index}/part/{self.rank}", step, error)
 
     def _lead(self, index: int, save: Save) -> Path:
         final = self.directory / step_name(save.step)
@@ -116,7 +112,7 @@ class Writer:
             disk.publish(temporary, final)
         except BaseException as error:
             self._discard(temporary, save)
-            self._tell_failure(key, {"step": save.step, "error": f"rank 0: {describe(error)}"})
+            self._tell_failure(key, save.step, error)
             raise
         self._tell(key, {"step": save.step, "folder": final.name})
         self._await_readers(index)
@@ -151,7 +147,7 @@ class Writer:
             if temporary is not None:
                 self._discard(temporary, save)
             if key:
-                self._tell_failure(key, {"step": save.step, "error": f"rank {self.rank}: {describe(error)}"})
+                self._tell_failure(key, save.step, error)
             raise
         with contextlib.suppress(CheckpointError):  # rank 0 does not need the answer, and the checkpoint is complete
             self._tell(f"{index}/read/{self.rank}", {"step": save.step})
@@ -232,8 +228,9 @@ class Writer:
                     "the ranks do not share one file system, or it lost data."
                 )
             yield part
-        for key in self._old_keys if self.coordinator is not None else ():
-            self.coordinator.forget(key)
+        if self.coordinator is not None:
+            for key in self._old_keys:
+                self.coordinator.forget(key)
         sent = [f"{index}/{what}/{rank}" for what in ("part", "read") for rank in range(1, self.world_size)]
         self._old_keys = [f"{index}/begin", f"{index}/end", *sent]
 
@@ -253,12 +250,12 @@ class Writer:
         if self.coordinator is not None:
             self.coordinator.tell(key, message)
 
-    def _tell_failure(self, key: str, message: dict[str, Any]) -> None:
+    def _tell_failure(self, key: str, step: int, error: BaseException) -> None:
         """Tells the other ranks why they wait in vain. A store that fails as well must not hide the first error."""
         try:
-            self._tell(key, message)
-        except CheckpointError as error:
-            _logger.warning("the other ranks were not notified of a failed save: %s", error)
+            self._tell(key, {"step": step, "error": f"rank {self.rank}: {describe(error)}"})
+        except CheckpointError as other:
+            _logger.warning("the other ranks were not notified of a failed save: %s", other)
 
     def _ask(self, key: str, step: int, what: str) -> dict[str, Any]:
         assert self.coordinator is not None

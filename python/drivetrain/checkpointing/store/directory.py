@@ -11,12 +11,12 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..._C import exchange_paths
 from .errors import CheckpointError
 from .layout import LEFTOVER, LOCK, is_known, temporary_name
-from .manifest import JSON
 
 _logger = logging.getLogger("drivetrain")
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
@@ -40,6 +40,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Makes the contents of a file durable."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
 def make_folders(folder: Path) -> None:
     """Makes a folder with its parents, all durable."""
     if folder.is_dir():
@@ -61,7 +67,7 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def replace_note(path: Path, content: JSON) -> None:
+def replace_note(path: Path, content: Mapping[str, object]) -> None:
     """Writes a small file next to the checkpoints in one step, durably. A disk that refuses gives a warning."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:

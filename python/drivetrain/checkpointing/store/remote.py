@@ -36,6 +36,7 @@ class RemoteDirectory:
         try:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
             from fsspec.implementations.dirfs import DirFileSystem  # type: ignore[import-untyped]
+            from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
         except ImportError as error:
             raise ImportError(
                 "remote tiers need the package fsspec: pip install 'drivetrain[remote]', and s3fs for s3:// or gcsfs "
@@ -45,6 +46,7 @@ class RemoteDirectory:
         self._attempt = attempt
         files, root = url_to_fs(url, **options)
         self._files = DirFileSystem(root, files)
+        self._folder = Path(root) if isinstance(files, LocalFileSystem) else None  # which fsspec does not sync
 
     def manifests(self) -> dict[str, Manifest]:
         """Returns the manifests whose checksums hold, by the names of their folders, oldest first."""
@@ -141,8 +143,14 @@ class RemoteDirectory:
         remote, size = f"{name}/{file}", (folder / file).stat().st_size
 
         def put() -> None:
-            self._files.makedirs(name, exist_ok=True)
+            if self._folder is None:
+                self._files.makedirs(name, exist_ok=True)
+            else:
+                disk.make_folders(self._folder / name)
             self._files.put_file(os.fspath(folder / file), remote)
+            if self._folder is not None:
+                disk.sync_file(self._folder / remote)
+                disk.sync_folder(self._folder / name)
             self._files.invalidate_cache()
             found = self._files.info(remote)["size"]
             if found != size:
@@ -162,8 +170,7 @@ class RemoteDirectory:
                 self._files.get_file(path, os.fspath(to))
             except FileNotFoundError:
                 return False
-            with to.open("rb") as stream:
-                os.fsync(stream.fileno())
+            disk.sync_file(to)
             return True
 
         if not self._attempt(f"download {self.url}/{path}", get):

@@ -301,7 +301,7 @@ class Store:
                     raise save._error
                 self._prepare()
             except Exception as error:
-                self._writer.refuse(index, save.step, CheckpointError(describe(error)))
+                self._writer.refuse(index, save.step, error)
                 raise
             return self._writer.write(index, save)
 

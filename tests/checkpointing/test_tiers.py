@@ -18,7 +18,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
-from drivetrain.checkpointing import Checkpoint, Checkpointer, CheckpointError, Encryption, Remote
+from drivetrain.checkpointing import Checkpoint, Checkpointer, CheckpointError, Encryption, Remote, Store
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
 from drivetrain.ddp import DistributedDataParallel
@@ -192,6 +192,15 @@ def test_what_is_uploaded_is_not_deleted(tmp_path: Path, remote: type[FlakyFileS
         remote.gate.set()
     assert [checkpoint.step for checkpoint in complete_checkpoints(tmp_path)][-1] == 5
     assert "step-0000000005" in stored(remote)
+
+
+def test_a_store_of_the_script_saves_after_the_block(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
+    tiers = [Remote("flaky://run")]
+    with Store(tmp_path) as store:
+        with Checkpointer(store, model=nn.Linear(1, 1), every=None, tiers=tiers) as ckpt:
+            ckpt.step()
+        assert store.save(2, {}, None).result(LIMIT_S).step == 2
+    assert stored(remote) == {"step-0000000001"}
 
 
 def test_a_torn_upload_is_no_checkpoint(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:

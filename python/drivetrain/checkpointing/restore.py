@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .preemption.agreement import Ranks
 from .state import environment
-from .state.encoding import JSON
-from .state.shards import read_shards
+from .state.shards import JSON, read_shards
 from .state.training_state import TrainingState, names_of
 from .store.errors import CheckpointError, EncryptionError
 from .store.reading import Checkpoint

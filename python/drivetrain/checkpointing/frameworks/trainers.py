@@ -30,7 +30,7 @@ def check_position(checkpoint: Checkpoint, rank: int, name: str, shape: Mapping[
         checkpoint: The checkpoint.
         rank: This rank.
         name: Such as "lightning.Trainer".
-        shape: What the Trainer's count of `unit` depends on.
+        shape: The numbers on which the count of `unit` depends.
         unit: In what the Trainer counts its position, such as "steps".
 
     Raises:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .encoding import JSON, Encoder
+from .encoding import Encoder
+from .shards import JSON
 
 
 def describe(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSON]:

@@ -15,10 +15,11 @@ from ...optim.sharded import is_dtensor, local_part, state_placements
 from ...wrapped import unwrapped
 from ..store.reading import Checkpoint
 from . import rng, shards
-from .encoding import JSON, Encoder, decode
+from .encoding import Encoder, decode
 from .gradients import Gradients
 from .position import Position, Stateful
 from .saved_optimizer import ParameterOrder, check_maker, class_name, load_optimizer, parameter_names, plain_name
+from .shards import JSON
 
 FORMAT = 1  # of the JSON state
 

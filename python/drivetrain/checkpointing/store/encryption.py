@@ -170,7 +170,7 @@ class FileCipher:
 
         Args:
             index: The index of the chunk in its file.
-            place: What `place` returned, which is authenticated with the chunk.
+            place: The text of `place`, which is authenticated with the chunk.
             chunk: Its bytes, uint8, shape (n,).
             sealed: Receives the encrypted bytes and the tag, uint8, shape (m,) with m >= n + 16.
 

@@ -174,7 +174,7 @@ class Store:
             save = Save(step, tensors, copy_json(state), self._encryption is not None)
             save._open, save._progress, save._ready = self._open, self._progress, ready
         except (TypeError, ValueError) as error:
-            self._writer.refuse(index, step, error)
+            self._writer.refuse(index, step, CheckpointError(str(error)))
             raise
         with self._guard:
             if ready is None and all(earlier.done() for _, earlier in self._queue):

@@ -101,6 +101,8 @@ class Uploader:
 
     def completed(self, folder: Path) -> None:
         """Uploads a complete checkpoint if the last upload is long enough ago."""
+        if self._stop.is_set():  # the script's own store has saved after the block
+            return
         self.last, every = folder, self._tier.every
         if every is None or time.monotonic() - self._submitted_at >= seconds_of(every, "every"):
             self.submit(folder)

@@ -20,7 +20,7 @@ from drivetrain.bench.measure import Row, ratio_of_medians
 from drivetrain.bench.ranks import meet, on_ranks
 from drivetrain.ddp.distributed import DistributedDataParallel
 from drivetrain.optim import AdamW
-from drivetrain.optim.sharded import local_part
+from drivetrain.optim.sharded.dtensors import local_part
 
 RANKS = 4
 WARM_UP = 5

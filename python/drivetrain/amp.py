@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .optim import over_groups, sparse
+from .optim import sparse
 from .optim.base import FusedOptimizer
 from .optim.kept import in_place_of, kept_of
 from .optim.rule import rule_of
+from .optim.sharded import over_groups
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import drivetrain
 from drivetrain import DistributedDataParallel
-from drivetrain.optim import pieces
+from drivetrain.optim.sharded import pieces
 
 OnRanks = Callable[..., list[Any]]
 MODES = ("optimizer", "gradients")

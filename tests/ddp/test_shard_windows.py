@@ -100,7 +100,7 @@ def continue_in_a_window() -> None:
             again = drivetrain.accumulate(net, optimizer, 3)
             again.load_state_dict(saved)
             for param, whole in zip(net.parameters(), rows, strict=True):
-                placed = drivetrain.optim.pieces.piece_of(param)
+                placed = drivetrain.optim.sharded.pieces.piece_of(param)
                 param.grad = placed.distributed(placed.rows_of(whole).clone())
             with again:
                 again.backward(whole_loss(net, 2), weight=3)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ..grad import main_grads
-from ..optim.over_groups import GroupParam, group_params
+from ..optim.sharded.over_groups import GroupParam, group_params
 from .gather import ranks_of
 from .hang_reports import waiting
 from .join import JoinsUnevenInputs

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _C
-from ..optim import pieces
-from ..optim.sharded import is_dtensor, local_part
+from ..optim.sharded import pieces
+from ..optim.sharded.dtensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from .reducer import Reducer

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..grad import main_grads
-from ..optim import pieces
-from ..optim.sharded import is_dtensor
+from ..optim.sharded import pieces
+from ..optim.sharded.dtensors import is_dtensor
 from . import transport as transports
 from .gather import backend_for, gather_objects, is_foreign, on_device
 from .gathers import Gathers, OnStreams, Pending, finish, watch
@@ -257,7 +257,7 @@ class Sharding:
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
-        from ..optim.rows import refuse_files
+        from ..optim.sharded.rows import refuse_files
 
         for name, param in named:
             _check_param(name, param)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..optim.sharded import is_dtensor, summed
+from ..optim.sharded.dtensors import is_dtensor, summed
 
 
 def holds_anything(grads: list[Tensor]) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from .. import _C
-from ..optim.sharded import is_dtensor
+from ..optim.sharded.dtensors import is_dtensor
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 

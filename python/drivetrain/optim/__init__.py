@@ -16,7 +16,6 @@ from .adan import Adan
 from .adopt import ADOPT
 from .asgd import ASGD
 from .clip_grad import clip_grad_norm_
-from .full_state import full_state_dict
 from .lamb import LAMB
 from .lion import Lion
 from .muon import Muon
@@ -25,6 +24,7 @@ from .radam import RAdam
 from .rmsprop import RMSprop
 from .rprop import Rprop
 from .sgd import SGD
+from .sharded.full_state import full_state_dict
 
 __all__ = [
     "ADOPT",

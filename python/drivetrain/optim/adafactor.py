@@ -7,18 +7,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from . import sharded
 from .base import FusedOptimizer
 from .declaration import StepOptions, follows, passes_on
-from .mesh_sums import smallest_part
 from .rule import Rule, learning_rate
+from .sharded import dtensors
+from .sharded.mesh_sums import smallest_part
 
 
 def _gathers(param: Any, group: dict[str, Any]) -> bool:
     # A rank without rows or columns of a matrix could not keep the other ranks' states.
     if param.ndim < 2:
         return False
-    sizes = [[param.device_mesh.size(at) for at in sharded.dims_that_split(param, dim)] for dim in (-2, -1)]
+    sizes = [[param.device_mesh.size(at) for at in dtensors.dims_that_split(param, dim)] for dim in (-2, -1)]
     return any(smallest_part(n, parts) == 0 for n, parts in zip(param.shape[-2:], sizes, strict=True))
 
 

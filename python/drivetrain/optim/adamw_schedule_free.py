@@ -8,11 +8,12 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from .. import _C
-from . import pieces, precision, sharded
+from . import precision
 from .arguments import check_arguments
 from .base import FusedOptimizer
 from .declaration import StepOptions, check_names, follows
 from .rule import Rule, hypers
+from .sharded import dtensors, pieces
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
@@ -107,10 +108,10 @@ class AdamWScheduleFree(FusedOptimizer):
             swapped.gather()
 
     def _move_toward_z(self, param: Tensor, group: dict[str, Any], weight: float) -> None:
-        state = sharded.local_values(param, self.state.get(param, {}))
+        state = dtensors.local_values(param, self.state.get(param, {}))
         if not precision.has_state(state, "z"):
             return  # It has not been stepped, so that all points are one.
-        local = sharded.local_part(param)
+        local = dtensors.local_part(param)
         z = precision.without_blocks(state)["z"]
         extra = _C.optim_param_extra(precision.of(group), local)
         value = _C.optim_load_param(local, state[extra[0]]) if extra is not None else local

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import pieces, precision
+from . import precision
 from .arguments import check_max_grad_norm
 from .engine import Engine
 from .in_backward import StepInBackward, step_in_backward
 from .kept import NAME, Kept, extra, kept_of, option, stands_for_torchs
 from .report import Report, report_of
+from .sharded import pieces
 
 
 class FusedOptimizer(torch.optim.Optimizer):

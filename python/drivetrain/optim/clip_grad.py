@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import pieces
-from .clip_over_ranks import clip_over_groups, clip_over_ranks
 from .in_backward import is_stepped_in_backward
 from .kept import WHY_NOT_CLIPPED
-from .over_groups import has_any
-from .sharded import is_dtensor
+from .sharded import pieces
+from .sharded.clip import clip_over_groups, clip_over_ranks
+from .sharded.dtensors import is_dtensor
+from .sharded.over_groups import has_any
 
 _torchs_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_  # install(optim=True) puts the function below in its place
 

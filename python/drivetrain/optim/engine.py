@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import pieces, precision
+from . import precision
 from .kept import NAME
 from .left_to_torch import LeftToTorch, constructed
-from .sharded_step import Measured
+from .sharded import pieces
+from .sharded.step import Measured
 
 
 class Engine(LeftToTorch):

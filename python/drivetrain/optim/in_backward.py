@@ -13,8 +13,8 @@ from .. import _C
 from ..wrapped import wrapper_in
 from .engine import Engine
 from .kept import WHY_NOT_CLIPPED, kept_of
-from .pieces import piece_of
-from .sharded import is_dtensor, local_sum_of_squares
+from .sharded.dtensors import is_dtensor, local_sum_of_squares
+from .sharded.pieces import piece_of
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer

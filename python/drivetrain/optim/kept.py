@@ -13,7 +13,7 @@ from .arguments import check_max_grad_norm
 if TYPE_CHECKING:
     from .. import _C
     from .in_backward import StepInBackward
-    from .sharded_step import Measured, Shards
+    from .sharded.step import Measured, Shards
 
 NAME = "_drivetrain"  # of the attribute
 WHY_NOT_CLIPPED = (

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import arguments, pieces, sharded
+from . import arguments
 from .kept import NAME, in_place_of
 from .rule import overridden, steps_itself, torchs_base, unhooked
+from .sharded import dtensors, pieces
 from .state_dicts import StateDicts
 
 # Describes every optimizer that this process has constructed, in order. `python -m drivetrain run` prints it.
@@ -80,9 +81,9 @@ class LeftToTorch(StateDicts):
             return []  # It may need other numbers, or never call this class's step.
         group = self.param_groups[index]
         params: list[Tensor] = list(group["params"])
-        reasons = [sharded.why_not(param, group, self.rule.gathers) for param in params]
+        reasons = [dtensors.why_not(param, group, self.rule.gathers) for param in params]
         refused: Refused = [
-            (param, NotImplementedError(f"{sharded.label_of(group, index, place)} {reason}."))
+            (param, NotImplementedError(f"{dtensors.label_of(group, index, place)} {reason}."))
             for place, (param, reason) in enumerate(zip(params, reasons, strict=True))
             if reason is not None
         ]
@@ -95,7 +96,7 @@ class LeftToTorch(StateDicts):
             return [(param, error) for param in params]
         misfits = {dtype: _C.optim_why_not(formats, dtype) for dtype in {param.dtype for param in params}}
         return [
-            (param, ValueError(f"{sharded.label_of(group, index, place)}: {misfits[param.dtype]}."))
+            (param, ValueError(f"{dtensors.label_of(group, index, place)}: {misfits[param.dtype]}."))
             for place, param in enumerate(params)
             if misfits[param.dtype] and param.requires_grad
         ]

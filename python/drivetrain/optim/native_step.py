@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import over_groups, precision, sharded, sharded_step, sparse
+from . import precision, sparse
 from .grad_scaling import GradScaling
 from .kept import stands_for_torchs
-from .mesh_sums import MeshSums
+from .sharded import dtensors, over_groups
+from .sharded.mesh_sums import MeshSums
+from .sharded.step import Measured, Shards
 
 
 class Replaced(NamedTuple):
@@ -112,7 +114,7 @@ class NativeStep(GradScaling):
         conversions.run()
         return fresh
 
-    def step_all(self, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult | sharded_step.Measured:
+    def step_all(self, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult | Measured:
         """Steps dense gradients natively, and sparse ones with torch's function where torch's class accepts them."""
         if not self.kept.may_be_sparse:
             try:
@@ -123,7 +125,7 @@ class NativeStep(GradScaling):
                     raise
                 self.kept.may_be_sparse = True
         assert self.rule.step_sparse is not None
-        dense_groups, sparse_groups = sparse.split(self.param_groups, sharded.label_of)
+        dense_groups, sparse_groups = sparse.split(self.param_groups, dtensors.label_of)
         is_any_sparse = any(group["params"] for group in sparse_groups)
         scaled = any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         if is_any_sparse and (options.max_grad_norm is not None or options.check_finite or scaled):
@@ -144,13 +146,13 @@ class NativeStep(GradScaling):
         """Raises what a step would raise, and changes nothing: as a step after an overflow."""
         groups = self.param_groups
         if self.rule.step_sparse is not None and sparse.has_any(groups):
-            groups, _ = sparse.split(groups, sharded.label_of)
+            groups, _ = sparse.split(groups, dtensors.label_of)
         self.step_groups(groups, reader, _C.StepOptions(found_inf=1.0))
 
     @torch.no_grad()
     def step_groups(
         self, groups: list[dict[str, Any]], reader: _C.StepReader, options: _C.StepOptions
-    ) -> _C.StepResult | sharded_step.Measured:
+    ) -> _C.StepResult | Measured:
         """Steps `groups`: this optimizer's groups, or copies of them with some of their parameters.
 
         Args:
@@ -172,12 +174,12 @@ class NativeStep(GradScaling):
             and needs_norm
             and over_groups.has_any(p for group in groups for p in group["params"])
         ):
-            self.kept.shards = sharded_step.Shards()  # the norm is one over ranks, as of DTensors
+            self.kept.shards = Shards()  # the norm is one over ranks, as of DTensors
         if self.kept.shards is None:
             result, _ = self._step_plain(groups, self.optimizer.state, reader, options)
             if not result.has_wrappers:
                 return result
-            self.kept.shards = sharded_step.Shards()
+            self.kept.shards = Shards()
         sums = functools.partial(MeshSums, hypers=self.rule.hypers)
         return self.kept.shards.step(
             groups, self.optimizer.state, self.kept.ids_left, options, self.rule.gathers, sums, run

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import _C
 from ..notebook import html_table
-from . import precision, sharded
+from . import precision
 from .kept import NAME, Counts
+from .sharded import dtensors
 
 MIB = 2**20
 
@@ -181,9 +182,9 @@ def _stepped(optimizer: Any) -> Iterator[_Stepped]:
     ]
     begun = [each for each in params if each.param.grad is not None or optimizer.state.get(each.param)]
     for label, param, group in begun or [each for each in params if each.param.requires_grad]:
-        state = sharded.local_values(param, optimizer.state.get(param, {}))
-        grad = None if param.grad is None else sharded.local_part(param.grad)
-        yield _Stepped(label, sharded.local_part(param), grad, group, state)
+        state = dtensors.local_values(param, optimizer.state.get(param, {}))
+        grad = None if param.grad is None else dtensors.local_part(param.grad)
+        yield _Stepped(label, dtensors.local_part(param), grad, group, state)
 
 
 def states_of_step(engine: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import pieces, precision, sharded
+from . import precision
 from .native_step import NativeStep, counter_device
 from .rule import options_of, torchs_base
+from .sharded import dtensors, pieces
 
 # Options that dicts of older versions of torch and of other packages may lack. torch fills most of them in.
 _MAY_BE_ABSENT = {
@@ -131,7 +132,7 @@ class StateDicts(NativeStep):
             result: dict[str, Any] = torchs_save()
             params = pieces.params_by_key(self.optimizer, result)
             for key in params.keys() & result["state"].keys():
-                result["state"][key] = sharded.portable(params[key], result["state"][key])
+                result["state"][key] = dtensors.portable(params[key], result["state"][key])
         result = pieces.for_files(self.optimizer, result)
         for group in result["param_groups"]:
             has_formats = bool(self.formats_of(group))
@@ -178,16 +179,16 @@ class StateDicts(NativeStep):
         group = self._group_of(param)
         with pieces.in_place(self.optimizer):
             param = pieces.part_or_itself(param)
-            values = sharded.local_values(param, self.optimizer.state.get(param, {}))
-            value = precision.float32_value(values, sharded.local_part(param), self.formats_of(group))
-            return sharded.as_shard_of(param, value) if sharded.is_dtensor(param) else value
+            values = dtensors.local_values(param, self.optimizer.state.get(param, {}))
+            value = precision.float32_value(values, dtensors.local_part(param), self.formats_of(group))
+            return dtensors.as_shard_of(param, value) if dtensors.is_dtensor(param) else value
 
     def float32_state(self, param: Tensor) -> dict[str, Any]:
         """Returns a new dict with a parameter's state, in which 8-bit entries are float32 tensors of its shape."""
         self._group_of(param)
         with pieces.in_place(self.optimizer):
             param = pieces.part_or_itself(param)
-            return precision.without_blocks(sharded.portable(param, self.optimizer.state.get(param, {})))
+            return precision.without_blocks(dtensors.portable(param, self.optimizer.state.get(param, {})))
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         for group in self.param_groups:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from ...optim.sharded import is_dtensor
+from ...optim.sharded.dtensors import is_dtensor
 from ..state.saved_optimizer import load_optimizer, parameter_names
 from ..state.training_state import bare, state_dicts
 from ..store.errors import CheckpointError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...optim.sharded import is_dtensor
+from ...optim.sharded.dtensors import is_dtensor
 from .shards import JSON, KEY, Shard, describe_mesh, part_of
 
 _INLINE_BYTES = 64  # CPU tensors up to this size, such as step counters, are part of the JSON value

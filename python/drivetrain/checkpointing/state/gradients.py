@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...grad import main_grads
-from ...optim.sharded import is_dtensor
+from ...optim.sharded.dtensors import is_dtensor
 
 
 class Gradients:

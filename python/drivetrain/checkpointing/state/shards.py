@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...optim.pieces import params_by_key
-from ...optim.sharded import local_part
+from ...optim.sharded.dtensors import local_part
+from ...optim.sharded.pieces import params_by_key
 from ..store.errors import CheckpointError
 from ..store.reading import Checkpoint
 

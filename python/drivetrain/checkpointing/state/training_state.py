@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from ...ddp.accumulate import Window
-from ...optim import pieces, precision
-from ...optim.sharded import is_dtensor, local_part, state_placements
+from ...optim import precision
+from ...optim.sharded import pieces
+from ...optim.sharded.dtensors import is_dtensor, local_part, state_placements
 from ...wrapped import unwrapped
 from ..store.reading import Checkpoint
 from . import rng, shards

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .sharded import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
+from .dtensors import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
 
 
 def clip_over_groups(params: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

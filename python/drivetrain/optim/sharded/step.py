@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _C
-from . import precision, wrappers
-from .sharded import (
+from ... import _C
+from .. import precision
+from . import wrappers
+from .dtensors import (
     Gathers,
     Group,
     is_dtensor,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .sharded import Group, dims_that_split, split_dims, summed
-from .sharded_step import Part
+from .dtensors import Group, dims_that_split, split_dims, summed
+from .step import Part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _C
-from . import over_groups, precision, wrappers
+from ... import _C
+from .. import precision
+from . import over_groups, wrappers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -173,7 +174,7 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
 
     Ranks must call it with the same parameters. Gradients of DTensors must have their parameter's placements
     (settle_gradient()); gradients of plain tensors are equal on every rank. The first rank that holds a parameter
-    counts it, if only some hold it (over_groups.py).
+    counts it, if only some hold it (groups.py).
 
     Returns:
         float64 [], on the device of the gradients, equal on every rank of the meshes.

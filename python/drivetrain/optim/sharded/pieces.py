@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import precision
-from .rule import has_rule
-from .sharded import is_dtensor, local_part, portable, state_placements
+from .. import precision
+from ..rule import has_rule
+from .dtensors import is_dtensor, local_part, portable, state_placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sharded import is_dtensor
+from .dtensors import is_dtensor
 
 
 def full_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> dict[str, Any]:

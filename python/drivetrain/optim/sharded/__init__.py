@@ -1,0 +1,1 @@
+"""Parameters of which each rank steps a part: DTensors, the rows of DistributedDataParallel(shard=...), and experts."""

@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from doctor_faults.launch import examine, ranks
 from drivetrain.cli import collectives
-from drivetrain.cli.collectives import Outcome, Search
+from drivetrain.cli.collectives import Outcome, host_that_breaks
 
 GOOD = Outcome()
 
@@ -21,7 +21,7 @@ def test_ranks_check_their_sums() -> None:
     store, outcomes = HashStore(), {}
 
     def work(rank: int) -> None:
-        outcomes[rank] = collectives.sum_up(store, rank, 2, (4, 1024, 2**16), 20, collectives.GLOO)
+        outcomes[rank] = collectives.sum_up(store, rank, 2, (4, 1024, 2**16), 20, "gloo")
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -41,7 +41,7 @@ def test_ranks_check_their_sums() -> None:
     ],
 )
 def test_failures_are_named(outcome: Outcome | None, text: str) -> None:
-    finding = collectives.judge({0: GOOD} | ({1: outcome} if outcome else {}), 2, collectives.GLOO)
+    finding = collectives.judge({0: GOOD} | ({1: outcome} if outcome else {}), 2, "gloo")
     assert finding.status == "FAIL"
     assert text in finding.text
     assert finding.cure
@@ -50,7 +50,7 @@ def test_failures_are_named(outcome: Outcome | None, text: str) -> None:
 def test_nccl_says_why_it_does_not_run_here() -> None:
     report = examine(ranks(2))
     assert report.status_of("nccl-reduce") == "--"
-    assert report.text_of("nccl-reduce") == "NCCL cannot run here: ranks 0, 1 have no GPU"
+    assert report.text_of("nccl-reduce") == "NCCL cannot run here: ranks 0, 1 of 2 without a GPU"
 
 
 # Each rank has a made-up GPU, and a group that sums on the CPU stands for NCCL's.
@@ -77,37 +77,29 @@ def test_ranks_with_gpus_sum_over_nccl() -> None:
     assert report.text_of("nccl-reduce") == "NCCL cannot run here: several ranks have one GPU"
 
 
-def hosts_of(group: list[int], hosts: list[str]) -> set[str]:
-    return {hosts[rank] for rank in group}
-
-
 @given(num_hosts=st.integers(3, 40), per_host=st.integers(1, 3), data=st.data())
 def test_the_search_names_the_bad_host(num_hosts: int, per_host: int, data: Any) -> None:
     hosts = [f"host-{rank // per_host}" for rank in range(num_hosts * per_host)]
-    bad = f"host-{data.draw(st.integers(0, num_hosts - 1))}"
-    search, rounds = Search(hosts), 0
-    while (group := search.next_group()) is not None:
-        assert len(hosts_of(group, hosts)) >= 2
-        search.take(bad not in hosts_of(group, hosts))
-        rounds += 1
-    assert search.found == f"it works without {bad}"
-    assert rounds <= (num_hosts - 1).bit_length() + 1
+    bad, rounds = f"host-{data.draw(st.integers(0, num_hosts - 1))}", []
+
+    def works(group: list[int]) -> bool:
+        between = {hosts[rank] for rank in group}
+        assert len(between) >= 2
+        rounds.append(between)
+        return bad not in between
+
+    assert host_that_breaks(hosts, works) == f"it works without {bad}"
+    assert len(rounds) <= (num_hosts - 1).bit_length() + 1
 
 
 def test_a_search_of_a_broken_pair_names_one_that_can_go() -> None:
-    hosts = [f"host-{rank}" for rank in range(8)]
-    search = Search(hosts)
-    while (group := search.next_group()) is not None:
-        search.take(not {"host-2", "host-7"} <= hosts_of(group, hosts))
-    assert search.found in ("it works without host-2", "it works without host-7")
+    found = host_that_breaks([f"host-{rank}" for rank in range(8)], lambda group: not {2, 7} <= set(group))
+    assert found in ("it works without host-2", "it works without host-7")
 
 
 def test_a_search_says_when_one_host_is_not_all() -> None:
-    search = Search(["a", "b", "c", "d"])
-    while search.next_group() is not None:
-        search.take(False)
-    assert search.found == "it fails also without a"
-    assert Search(["a", "b"]).next_group() is None
+    assert host_that_breaks(["a", "b", "c", "d"], lambda _: False) == "it fails also without a"
+    assert host_that_breaks(["a", "b"], lambda _: False) == ""
 
 
 SPOILED = """

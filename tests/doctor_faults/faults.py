@@ -177,7 +177,12 @@ def no_driver() -> Named:
 
 def bogus_variable() -> Named:
     report = examine([Start(environ={"DRIVETRAIN_TRANSPROT": "shm"})])
-    return report, "variables", "DRIVETRAIN_TRANSPROT is not a variable", "write DRIVETRAIN_TRANSPORT"
+    return (
+        report,
+        "variables",
+        "DRIVETRAIN_TRANSPROT is not a variable",
+        "known are DRIVETRAIN_ISA, DRIVETRAIN_TRANSPORT",
+    )
 
 
 def unreachable_store() -> Named:

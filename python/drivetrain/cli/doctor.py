@@ -11,7 +11,8 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,6 @@ from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import first_line, read_launch, within
 from drivetrain.cli.machine import check_machine
 from drivetrain.cli.ranks import Meeting
-from drivetrain.ddp.transport import nccl_package
 
 _STYLES = {"PASS": "green", "--": "dim", "WARN": "bold yellow", "FAIL": "bold red"}
 _REBUILD = "build drivetrain again: pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         1 if a check fails (on rank 0: if a check fails on any rank), otherwise 0.
     """
     is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank tests a host's disk
-    findings = [check() for check in _CHECKS] + check_machine(args.checkpoint if is_first_of_host else None)
+    findings = [_torch(), _cuda(), _nccl(), _gloo(), *check_machine(args.checkpoint if is_first_of_host else None)]
     launch, launch_findings = read_launch(os.environ, args.timeout)
     findings += launch_findings
     show = partial(_print, as_json=args.json)
@@ -88,7 +88,7 @@ def _any_wrong(findings: Sequence[Finding]) -> bool:
 
 def _print(findings: Sequence[Finding], as_json: bool) -> None:
     if as_json:
-        report = {"ok": not _any_wrong(findings), "findings": [finding.as_dict() for finding in findings]}
+        report = {"ok": not _any_wrong(findings), "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=2), flush=True)
         return
     console = Console(file=sys.stdout, highlight=False)
@@ -193,22 +193,12 @@ def _nccl() -> Finding:
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except OSError:
-        return passed("nccl", f"{_dotted(built)} is linked into torch; {_nccl_transport()}")
+        return passed("nccl", f"{_dotted(built)} is linked into torch")
     loaded = (number.value // 10000, number.value // 100 % 100, number.value % 100)
     if loaded < built:
         cure = "take the folder of the older libnccl.so.2 off LD_LIBRARY_PATH"
         return fail("nccl", f"{_dotted(loaded)} is loaded, but torch was built for {_dotted(built)}", cure)
-    return passed("nccl", f"{_dotted(loaded)} is loaded, torch was built for {_dotted(built)}; {_nccl_transport()}")
-
-
-def _nccl_transport() -> str:
-    if _build_info.NCCL == "none":
-        return "transport 'nccl' is missing: the build found no nvcc or no nccl.h"
-    try:
-        path, version = _C.nccl_library(nccl_package())
-    except RuntimeError as error:
-        return f"transport 'nccl' cannot be used: {error}"
-    return f"transport 'nccl' (built for {_build_info.NCCL}) uses {version} at {path}"
+    return passed("nccl", f"{_dotted(loaded)} is loaded, torch was built for {_dotted(built)}")
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -223,11 +213,3 @@ def _gloo() -> Finding:
     except (RuntimeError, TimeoutError) as error:
         return fail("gloo", f"a group of one process cannot be created: {first_line(error)}", GLOO_CURE)
     return passed("gloo", "available, and it finds a network interface")
-
-
-_CHECKS: tuple[Callable[[], Finding], ...] = (
-    _torch,
-    _cuda,
-    _nccl,
-    _gloo,
-)

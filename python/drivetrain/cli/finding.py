@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Status = Literal["PASS", "--", "WARN", "FAIL"]
 
@@ -28,10 +28,6 @@ class Finding:
     def __str__(self) -> str:
         cure = f"; cure: {self.cure}" if self.cure else ""
         return f"{self.status:<6}{self.name:<14}{self.text}{cure}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the finding as an object for `--json`."""
-        return asdict(self)
 
 
 def passed(name: str, text: str) -> Finding:

@@ -163,25 +163,25 @@ def _check_master(launch: Launch, timeout_s: float) -> Finding:
 
 def _check_port_is_free(launch: Launch) -> Finding:
     """Checks on rank 0 that no process listens on the port yet, over IPv4 or IPv6."""
-    families = [socket.AF_INET, *([socket.AF_INET6] if socket.has_dualstack_ipv6() else [])]
     try:
-        for family in families:
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store sets it too
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind(("", launch.master_port))
+        listen(launch.master_port).close()
     except OSError as error:
         what = "another program listens on it" if error.errno == errno.EADDRINUSE else error.strerror
-        cure = f"export MASTER_PORT={_free_port()} (free here) on every rank"
+        with listen(0) as free:
+            cure = f"export MASTER_PORT={free.getsockname()[1]} (free here) on every rank"
         return fail("master", f"rank 0 cannot use port {launch.master_port}: {what}", cure)
     return passed("master", f"{launch.master} resolves, and the port is free here on rank 0")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def listen(port: int) -> socket.socket:
+    """Returns a socket that listens on a TCP port, 0: a free one, for both families where the system has both.
+
+    Raises:
+        OSError: The port cannot be used.
+    """
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=both)
 
 
 def _check_answers(launch: Launch, addresses: Sequence[str], timeout_s: float) -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import fcntl
 import os
@@ -11,7 +10,8 @@ import signal
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -26,12 +26,25 @@ from drivetrain.monitor.sinks import prometheus
 _GIB = 2.0**30
 _LEAST_MEMORY = 2**30
 _LEAST_SHARED_MEMORY = 2**27  # Docker's default is 64 MiB
-_LEAST_FILES = 1024  # Linux's usual soft limit
 _LEAST_DISK = 2**30
 _WRITTEN = 2**26  # bytes that the disk's check writes
 _SIOCGIFADDR = 0x8915  # ioctl of netdevice(7): the IPv4 address of an interface
 _DUPLICATE_ADDRESS = 0x08  # flag of rtnetlink(7): the address is in use elsewhere
 
+# The limit, the least that trainings take (None: any limit ends them), ulimit's option that raises it, and its meaning.
+_LIMITS = (
+    (resource.RLIMIT_NOFILE, 1024, "-n 65536", "open files are allowed; workers, sockets and shared tensors need more"),
+    (resource.RLIMIT_NPROC, 1024, "-u unlimited", "processes and threads are allowed"),
+    (resource.RLIMIT_FSIZE, None, "-f unlimited", "bytes per file are allowed, which ends larger checkpoints"),
+    (
+        resource.RLIMIT_AS,
+        None,
+        "-v unlimited",
+        "bytes of address space are allowed, which CUDA and shared memory exceed",
+    ),
+)
+
+_SHELLS = ("sh", "bash", "dash", "ash", "zsh")
 _PREFIX = "DRIVETRAIN_"
 
 
@@ -96,22 +109,12 @@ def check_shared_memory(folder: Path) -> Finding:
 
 def check_limits() -> Finding:
     """Checks the limits of this process that end trainings: open files, processes, memory and file size."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < _LEAST_FILES:
-        text = f"{files} open files are allowed; workers, sockets and shared tensors need more"
-        return warn("limits", text, "ulimit -n 65536 before the launcher, or LimitNOFILE= of the service")
-    unlimited = resource.RLIM_INFINITY
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if processes != unlimited and processes < _LEAST_FILES:
-        return warn("limits", f"{processes} processes and threads are allowed", "ulimit -u unlimited")
-    for name, option, what in (
-        ("RLIMIT_FSIZE", "-f", "bytes per file are allowed, which ends larger checkpoints"),
-        ("RLIMIT_AS", "-v", "bytes of address space are allowed, which CUDA and shared memory exceed"),
-    ):
-        limit, _ = resource.getrlimit(getattr(resource, name))
-        if limit != unlimited:
-            return warn("limits", f"{limit} {what}", f"ulimit {option} unlimited")
-    return passed("limits", f"{files} open files; no limit of processes, file size and address space matters")
+    for name, least, option, what in _LIMITS:
+        limit, _ = resource.getrlimit(name)
+        if limit != resource.RLIM_INFINITY and (least is None or limit < least):
+            cure = f"ulimit {option} before the launcher, or the same limit of the service or the container"
+            return warn("limits", f"{limit} {what}", cure)
+    return passed("limits", "no limit of open files, processes, file size and address space matters")
 
 
 def check_threads(environ: Mapping[str, str]) -> Finding:
@@ -133,32 +136,14 @@ def check_signals() -> Finding:
         return fail("signals", "SIGTERM is blocked in this process: preemption would go unnoticed", cure)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         return fail("signals", "SIGTERM is ignored since before Python started: preemption would go unnoticed", cure)
-    for process, name, status in _ancestors():
-        if _has(status, "SigIgn") or _has(status, "SigBlk"):
-            text = f"the ancestor {name} (process {process}) ignores SIGTERM and does not pass it on"
-            return warn("signals", text, cure)
-        if process == 1 and name in ("sh", "bash", "dash", "ash", "zsh") and not _has(status, "SigCgt"):
+    # Other ancestors are not judged: an interactive bash and systemd have SIGTERM masked as well.
+    with suppress(OSError):  # process 1 may be hidden
+        status = dict(line.split(":", 1) for line in Path("/proc/1/status").read_text().splitlines())
+        name, is_caught = status["Name"].strip(), int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1
+        if name in _SHELLS and not is_caught:
             text = f"process 1 is {name}, to which the kernel delivers no SIGTERM without a handler"
             return warn("signals", text, "start the container's command by `exec`, or docker run --init")
     return passed("signals", "SIGTERM reaches this process")
-
-
-def _ancestors() -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Yields number, name and status of each ancestor that this process may look at, the nearest first."""
-    process = os.getppid()
-    while process > 0:
-        try:
-            lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        except OSError:  # it has ended, or is not visible here
-            return
-        status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        yield process, status["Name"], status
-        process = int(status["PPid"])
-
-
-def _has(status: Mapping[str, str], field: str) -> bool:
-    """Returns whether SIGTERM is in a signal mask of /proc/PID/status."""
-    return bool(int(status[field], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def check_variables(environ: Mapping[str, str]) -> Finding:
@@ -166,14 +151,7 @@ def check_variables(environ: Mapping[str, str]) -> Finding:
     given = sorted(name for name in environ if name.startswith(_PREFIX))
     for name in given:
         if name not in _VARIABLES:
-            # Without the prefix, which all have in common.
-            known = [one.removeprefix(_PREFIX) for one in _VARIABLES]
-            near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1)
-            cure = (
-                f"write {_PREFIX}{near[0]}, or unset {name}"
-                if near
-                else f"unset {name}; known are {', '.join(_VARIABLES)}"
-            )
+            cure = f"unset {name}; known are {', '.join(_VARIABLES)}"
             return fail("variables", f"{name} is not a variable of drivetrain", cure)
         try:
             _VARIABLES[name]()
@@ -185,55 +163,39 @@ def check_variables(environ: Mapping[str, str]) -> Finding:
 def check_interfaces(environ: Mapping[str, str]) -> Finding:
     """Checks that the interfaces named for gloo and NCCL exist and have an address."""
     addresses = interface_addresses()
-    listed = ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none"
-    usable = [name for name in addresses if name != "lo"] or list(addresses)
+    names = [name for name, _ in addresses]
+    listed = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
+    usable = [name for name in names if name != "lo"] or names
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = environ.get(variable, "")
         is_exact = variable.startswith("GLOO") or value.startswith("=")
         if not value or value.startswith("^"):  # NCCL excludes these
             continue
         for name in value.removeprefix("=").split(","):
-            if not any(found == name if is_exact else found.startswith(name) for found in addresses):
+            if not any(found == name if is_exact else found.startswith(name) for found in names):
                 text = f"{variable}={value}, but {name} has no address here; there are: {listed}"
                 cure = f"export {variable}={usable[0]}" if usable else "bring an interface up: ip link set ... up"
                 return fail("interfaces", text, cure)
     return passed("interfaces", listed)
 
 
-def interface_addresses() -> dict[str, str]:
-    """Returns an address of each network interface that is up: its IPv4 address, else its IPv6 address."""
-    found = {}
-    ipv6 = ipv6_addresses()
+def interface_addresses() -> list[tuple[str, str]]:
+    """Returns name and address of each network interface that is up: IPv4 addresses, then IPv6 addresses."""
+    found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            if Path("/sys/class/net", name, "operstate").exists() and _state(name) == "down":
-                continue
-            try:
+            with suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
-            except OSError:  # the interface has no IPv4 address
-                if name in ipv6:
-                    found[name] = ipv6[name]
+                state = Path("/sys/class/net", name, "operstate")
+                if not state.exists() or state.read_text().strip() != "down":
+                    found.append((name, socket.inet_ntoa(answer[20:24])))
+    with suppress(OSError):  # the kernel has no IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, flags, name = line.split()
+            # Other hosts need a zone for addresses of one link, and cannot use an address that is another host's.
+            if int(scope, 16) == 0 and not int(flags, 16) & _DUPLICATE_ADDRESS:
+                found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
     return found
-
-
-def ipv6_addresses() -> dict[str, str]:
-    """Returns the first IPv6 address of each network interface that other hosts may reach it by."""
-    found: dict[str, str] = {}
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:  # the kernel has no IPv6
-        return found
-    for line in lines:
-        digits, _, _, scope, flags, name = line.split()
-        # Other hosts need a zone for addresses of one link, and cannot use an address that is another host's.
-        if int(scope, 16) == 0 and not int(flags, 16) & _DUPLICATE_ADDRESS:
-            found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return found
-
-
-def _state(interface: str) -> str:
-    return Path("/sys/class/net", interface, "operstate").read_text().strip()
 
 
 def check_disk(folder: Path | None) -> Finding:

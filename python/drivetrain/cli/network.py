@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import socketserver
 import statistics
 import struct
 import threading
@@ -16,11 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from drivetrain.cli.finding import Finding, fail, passed, warn
-from drivetrain.cli.launch import joined
-from drivetrain.cli.machine import interface_addresses, ipv6_addresses
+from drivetrain.cli.launch import joined, listen
+from drivetrain.cli.machine import interface_addresses
 from drivetrain.ddp.sockets import address_towards, receive
 
 _CONNECT_S = 3.0
@@ -43,13 +43,13 @@ class Address:
         host: The host's name.
         address: The address that gloo gives the other ranks, of either family.
         port: The TCP port.
-        reaches_master_by: Interface and address, as in "eth0 10.0.0.2"; "": unknown.
+        interface: The interface by which this host reaches rank 0's; "": unknown.
     """
 
     host: str
     address: str
     port: int
-    reaches_master_by: str
+    interface: str
 
 
 @dataclass(frozen=True)
@@ -70,80 +70,57 @@ class Probe:
     bytes_per_s: float = 0.0
     lost: float = 0.0
 
-    def as_dict(self) -> dict[str, object]:
-        """Returns the probe as an object for the store."""
-        return asdict(self)
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    """Answers one connection: with the time, or with a byte after all that was announced has arrived."""
-
-    def handle(self) -> None:
-        connection: socket.socket = self.request
-        connection.settimeout(4 * _CONNECT_S)
-        with suppress(OSError):  # the other rank reports it
-            command = connection.recv(1)
-            if command == _ASK_TIME:
-                connection.sendall(struct.pack("!d", time.time()))
-            elif command == _SEND:
-                left = _SENT
-                while left > 0 and (block := connection.recv(min(left, len(_BLOCK)))):
-                    left -= len(block)
-                connection.sendall(_SEND)
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    """Listens on a free port, for both families where the system has both."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self) -> None:
-        self.address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        super().__init__(("", 0), _Handler)
-
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
 
 class Listener:
-    """Listens for the other ranks while the `with` block runs."""
+    """Listens for the other ranks on a free port, while the `with` block runs."""
 
     def __init__(self, master_addr: str) -> None:
-        self._server = _Server()
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        way = _way_to(master_addr)
-        self.address = Address(socket.gethostname(), advertised_address(), self._server.server_address[1], way)
+        self._socket = listen(0)
+        mine = address_towards(master_addr)
+        interface = next((name for name, address in interface_addresses() if address == mine), "")
+        port = self._socket.getsockname()[1]
+        self.address = Address(socket.gethostname(), advertised_address(), port, interface)
 
     def __enter__(self) -> Listener:
-        self._thread.start()
+        threading.Thread(target=self._serve, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        with suppress(OSError):  # where the thread has not waited yet
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, which closing would not
+        self._socket.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # the block has ended
+            while True:
+                connection, _ = self._socket.accept()
+                threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Answers with the time, or with a byte after all that was announced has arrived."""
+    with connection, suppress(OSError):  # the other rank reports it
+        connection.settimeout(4 * _CONNECT_S)
+        command = connection.recv(1)
+        if command == _ASK_TIME:
+            connection.sendall(struct.pack("!d", time.time()))
+        elif command == _SEND:
+            left = _SENT
+            while left > 0 and (block := connection.recv(min(left, len(_BLOCK)))):
+                left -= len(block)
+            connection.sendall(_SEND)
 
 
 def advertised_address() -> str:
     """Returns the address that gloo tells the other ranks: the interface's, else the host name's, else loopback."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        return interface_addresses().get(name, "127.0.0.1")
+        return next((address for interface, address in interface_addresses() if interface == name), "127.0.0.1")
     with suppress(OSError):
         for family, _, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family) as probe:  # gloo takes the first that can be bound
                 probe.bind(where)
                 return str(where[0])
     return "127.0.0.1"
-
-
-def _way_to(master_addr: str) -> str:
-    """Returns the interface and address by which this host reaches rank 0's."""
-    mine = address_towards(master_addr)
-    of_both = [*interface_addresses().items(), *ipv6_addresses().items()]
-    name = next((name for name, address in of_both if address == mine), "")
-    return f"{name} {mine}".strip() if mine else ""
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
@@ -177,41 +154,35 @@ def _clock_offset(address: str, port: int) -> float:
         return float(theirs) - (start + time.time()) / 2
 
 
-def measure_link(probe: Probe, where: Address, is_crowded: bool) -> Probe:
-    """Adds bandwidth and loss to a probe. A link that ends meanwhile becomes the probe's error.
+def measure_link(where: Address, is_crowded: bool) -> dict[str, Any]:
+    """Measures a link, and returns its error, or its bandwidth and loss, as fields of a `Probe`.
 
     Args:
-        probe: A probe of the link.
         where: The other end.
         is_crowded: True measures twice and counts the better bandwidth, but no loss. Where ranks crowd a machine, other
             processes delay packets until TCP sends them again.
     """
-    if probe.error:
-        return probe
-    first = _measure(probe, where)
-    if first.error or not is_crowded:
-        return first
-    second = _measure(probe, where)
-    if second.error:
-        return second
-    return replace(first, bytes_per_s=max(first.bytes_per_s, second.bytes_per_s), lost=0.0)
-
-
-def _measure(probe: Probe, where: Address) -> Probe:
     try:
-        with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
-            connection.settimeout(4 * _CONNECT_S)
-            start = time.monotonic()
-            connection.sendall(_SEND)
-            for _ in range(_SENT // len(_BLOCK)):
-                connection.sendall(_BLOCK)
-            receive(connection, 1)
-            seconds = time.monotonic() - start
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SEGMENTS]
-            resent, sent = struct.unpack_from("I", info, 0)[0], struct.unpack_from("I", info, 36)[0]
+        measured = [_measure(where) for _ in range(2 if is_crowded else 1)]
     except OSError as error:
-        return Probe(probe.peer, error=f"the link broke or was too slow for {_SENT >> 20} MiB ({error})")
-    return replace(probe, bytes_per_s=_SENT / seconds, lost=resent / max(sent, 1))
+        return {"error": f"the link broke or was too slow for {_SENT >> 20} MiB ({error})"}
+    bytes_per_s, lost = max(measured)
+    return {"bytes_per_s": bytes_per_s, "lost": 0.0 if is_crowded else lost}
+
+
+def _measure(where: Address) -> tuple[float, float]:
+    """Returns a link's bytes per second, and the share of segments that had to be sent again."""
+    with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
+        connection.settimeout(4 * _CONNECT_S)
+        start = time.monotonic()
+        connection.sendall(_SEND)
+        for _ in range(_SENT // len(_BLOCK)):
+            connection.sendall(_BLOCK)
+        receive(connection, 1)
+        seconds = time.monotonic() - start
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SEGMENTS]
+    resent, sent = struct.unpack_from("I", info, 0)[0], struct.unpack_from("I", info, 36)[0]
+    return _SENT / seconds, resent / max(sent, 1)
 
 
 def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> list[Finding]:
@@ -245,7 +216,7 @@ def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Prob
         f"{probe.peer} on {where.host} at {joined(where.address, where.port)} ({probe.error})"
     )
     if where.address.startswith("127.") and hosts > 1:
-        interface = where.reaches_master_by.partition(" ")[0] or "<the interface between the hosts>"
+        interface = where.interface or "<the interface between the hosts>"
         cure = f"export GLOO_SOCKET_IFNAME={interface} on {where.host}, whose host name means loopback"
     else:
         cure = (

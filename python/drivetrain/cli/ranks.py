@@ -1,14 +1,19 @@
-"""Checks all ranks together for `drivetrain doctor`: presence, versions, speed, connections, and an all-reduce."""
+"""Checks all ranks together for `drivetrain doctor`: presence, versions, speed, connections, and all-reduces.
+
+Rank 0 leads: it gives ranks tasks through the launcher's store, and judges their answers.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
+from itertools import count, zip_longest
 from time import monotonic, sleep
 from typing import Any
 
@@ -36,9 +41,19 @@ class Meeting:
     The other ranks wait until rank 0 has shown everything, because a launcher ends all ranks when one fails.
     """
 
+    _store: Store
+
     def __init__(self, launch: Launch, timeout_s: float) -> None:
         self._launch = launch
         self._timeout_s = timeout_s
+        self._num_tasks: Counter[int] = Counter()  # that rank 0 has given to each rank
+        self._tasks: dict[str, Callable[..., Any]] = {
+            "measure": self._measure_again,
+            "probe": self._probe,
+            "link": self._measure_link,
+            "sum": self._sum,
+            "leave": lambda: None,
+        }
 
     def hold(self, own: list[Finding], versions: Mapping[str, str], show: Show) -> list[Finding]:
         """Runs the checks that need all ranks.
@@ -51,28 +66,37 @@ class Meeting:
         Returns:
             All findings that this rank knows.
         """
-        card = {
-            "host": f"{socket.gethostname()}, process {os.getpid()}",
-            "versions": dict(versions),
-            "cores": speed.cores(),
-            "machine": machine(),
-            "flops_per_s": speed.flops_per_s(),
-            "gpu": speed.own_gpu(),
-            "wrong": [finding.as_dict() for finding in own if finding.status in ("FAIL", "WARN")],
-        }
-        try:
-            store = self._open_store()
-            if store.add(f"arrived/{self._launch.rank}", 1) > 1:
-                return self._leave_as_duplicate(store, own, show)
-            store.set(f"card/{self._launch.rank}", json.dumps(card))
-        except RuntimeError as error:
-            text = f"no store at {self._launch.master}: {first_line(error)}"
-            findings = [*own, fail("ranks", text, LAUNCH_CURE)]
-            show(findings)
-            return findings
-        if self._launch.rank == 0:
-            return self._lead(store, own, show)
-        return self._follow(store, own)
+        rank = self._launch.rank
+        with network.Listener(self._launch.master_addr) as listener:
+            card = {
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "versions": dict(versions),
+                "cores": speed.cores(),
+                "machine": machine(),
+                "flops_per_s": speed.flops_per_s(),
+                "gpu": speed.own_gpu(),
+                "address": asdict(listener.address),
+                "wrong": [asdict(finding) for finding in own if finding.status in ("FAIL", "WARN")],
+            }
+            try:
+                self._store = self._open_store()
+                is_first = self._store.add(f"arrived/{rank}", 1) == 1
+                self._store.set(f"{'card' if is_first else 'duplicate'}/{rank}", json.dumps(card))
+            except RuntimeError as error:
+                text = f"no store at {self._launch.master}: {first_line(error)}"
+                findings = [*own, fail("ranks", text, LAUNCH_CURE)]
+                show(findings)
+                return findings
+            if not is_first:  # rank 0 reports it as well
+                findings = [*own, fail("ranks", f"another process has RANK={rank} already", _DUPLICATE_CURE)]
+                show(findings)
+                self._wait(["shown"], 4 * self._timeout_s)
+                return findings
+            if rank == 0:
+                return self._lead(own, show)
+            self._follow()
+            return own
 
     def _open_store(self) -> Store:
         """Connects to the store. Rank 0 starts it unless torchrun has.
@@ -95,215 +119,163 @@ class Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
         return PrefixStore(f"drivetrain/doctor/{attempt}", store)
 
-    def _leave_as_duplicate(self, store: Store, own: list[Finding], show: Show) -> list[Finding]:
-        """Reports that another process has this rank's number. Rank 0 reports it as well."""
-        store.set(f"duplicate/{self._launch.rank}", f"{socket.gethostname()}, process {os.getpid()}")
-        findings = [*own, fail("ranks", f"another process has RANK={self._launch.rank} already", _DUPLICATE_CURE)]
-        show(findings)
-        self._wait(store, ["shown"], 4 * self._timeout_s)  # a launcher ends all ranks when one fails
-        return findings
-
-    def _lead(self, store: Store, own: list[Finding], show: Show) -> list[Finding]:
-        world_size = self._launch.world_size
-        cards = self._collect(store)
-        missing = [rank for rank in range(world_size) if rank not in cards]
+    def _lead(self, own: list[Finding], show: Show) -> list[Finding]:
+        ranks = range(self._launch.world_size)
+        self._wait([f"card/{rank}" for rank in ranks])
+        cards = self._read({rank: f"card/{rank}" for rank in ranks})
         findings = [*own, *_wrong_elsewhere(cards, own)]
-        store.set("crowds", json.dumps(speed.crowds(*_machines_and_cores(cards))))
-        store.set("complete", "no" if missing else "yes")
-        if missing:
-            text = f"missing after {self._timeout_s:g} s: {_ranks(missing)} of {world_size}"
+        if missing := [rank for rank in ranks if rank not in cards]:
+            text = f"missing after {self._timeout_s:g} s: {_ranks(missing)} of {len(ranks)}"
             cure = f"start them with MASTER_ADDR:MASTER_PORT {self._launch.master}, or lower WORLD_SIZE"
             findings.append(fail("ranks", text, cure))
         else:
-            hosts = [_host(cards[rank]) for rank in range(world_size)]
-            findings += _compare(cards)
-            self._look_again(store, cards)
-            findings += speed.judge(
-                _speeds(cards),
-                hosts,
-                {rank: card["cores"] for rank, card in cards.items()},
-            )
-            findings += self._probe(store)
-            findings.append(self._all_reduce(store, hosts, collectives.GLOO))
-            why_not = _why_no_nccl(cards)
-            store.set("nccl", "no" if why_not else "yes")
-            if why_not:
-                findings.append(not_applicable(collectives.NCCL.check, f"NCCL cannot run here: {why_not}"))
-            else:
-                findings.append(self._all_reduce(store, hosts, collectives.NCCL))
-        findings += _duplicates(store, cards)
+            findings += self._examine(cards)
+        for rank, other in self._read({rank: f"duplicate/{rank}" for rank in cards}).items():
+            processes = [f"{card['host']}, process {card['process']}" for card in (cards[rank], other)]
+            text = f"two processes have RANK={rank}: {', and '.join(processes)}"
+            findings.append(fail("ranks", text, _DUPLICATE_CURE))
         show(findings)
-        store.set("shown", "yes")
-        self._wait(store, [f"done/{rank}" for rank in cards if rank != 0])  # this process may run the store
+        self._store.set("shown", "yes")
+        self._ask("leave", [rank for rank in cards if rank != 0])  # this process may run the store
         return findings
 
-    def _follow(self, store: Store, own: list[Finding]) -> list[Finding]:
-        findings = list(own)
-        # Rank 0 may start to wait one timeout later than this rank, and its all-reduce may take two more.
-        if self._wait(store, ["complete"], 2 * self._timeout_s) and store.get("complete") == b"yes":
-            self._measure_again(store)
-            self._probe(store)
-            self._join_all_reduce(store, collectives.GLOO)
-            if self._wait(store, ["nccl"], 2 * self._timeout_s) and store.get("nccl") == b"yes":
-                self._join_all_reduce(store, collectives.NCCL)
-        self._wait(store, ["shown"], 3 * self._timeout_s)
-        with suppress(RuntimeError):  # rank 0 may have left
-            store.set(f"done/{self._launch.rank}", "yes")
-        return findings
+    def _follow(self) -> None:
+        """Does the tasks that rank 0 gives, until it ends them. The tasks of other ranks may take a while."""
+        for number in count():
+            where = f"{self._launch.rank}/{number}"
+            if not self._wait([f"task/{where}"], 10 * self._timeout_s):
+                return
+            task, details = json.loads(self._store.get(f"task/{where}"))
+            with suppress(RuntimeError):  # rank 0 may have left
+                self._store.set(f"answer/{where}", json.dumps(self._tasks[task](*details)))
+            if task == "leave":
+                return
 
-    def _collect(self, store: Store) -> _Cards:
-        cards: _Cards = {}
-        deadline = monotonic() + self._timeout_s
-        for rank in range(self._launch.world_size):
-            left = max(deadline - monotonic(), 0.1)
-            if self._wait(store, [f"card/{rank}"], seconds=left):
-                cards[rank] = json.loads(store.get(f"card/{rank}"))
-        return cards
+    def _ask(self, task: str, ranks: Iterable[int], *details: object, limit_s: float | None = None) -> dict[int, Any]:
+        """Lets ranks do a task at the same time; called by rank 0.
 
-    def _wait(self, store: Store, keys: list[str], seconds: float | None = None) -> bool:
+        Args:
+            task: The name of the task.
+            ranks: The ranks that do it.
+            details: The arguments of the task.
+            limit_s: Seconds that their answers may take; None means the timeout.
+
+        Returns:
+            The answers by rank, of the ranks that have answered in time.
+        """
+        answers = {}
+        for rank in ranks:
+            where = f"{rank}/{self._num_tasks[rank]}"
+            self._num_tasks[rank] += 1
+            self._store.set(f"task/{where}", json.dumps([task, details]))
+            answers[rank] = f"answer/{where}"
+        if 0 in answers:
+            self._store.set(answers[0], json.dumps(self._tasks[task](*details)))
+        self._wait(list(answers.values()), limit_s)
+        return self._read(answers)
+
+    def _read(self, keys: Mapping[int, str]) -> dict[int, Any]:
+        """Returns the values of those keys, by rank, that the store has."""
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+
+    def _wait(self, keys: list[str], seconds: float | None = None) -> bool:
         """Waits for keys; returns False if they do not appear in time or the store ends."""
         try:
-            return _poll(lambda: store.check(keys), seconds or self._timeout_s)
+            return _poll(lambda: self._store.check(keys), seconds or self._timeout_s)
         except RuntimeError:  # the store has ended
             return False
 
-    def _look_again(self, store: Store, cards: _Cards) -> None:
+    # ---- The checks, which rank 0 leads.
+
+    def _examine(self, cards: _Cards) -> list[Finding]:
+        hosts = [cards[rank]["host"] for rank in range(self._launch.world_size)]
+        cores = {rank: card["cores"] for rank, card in cards.items()}
+        crowds = speed.crowds({rank: card["machine"] for rank, card in cards.items()}, cores)
+        crowded = {rank for crowd in crowds for rank in crowd}
+        speeds = {rank: card["flops_per_s"] for rank, card in cards.items() if rank not in crowded}
+        self._look_again(speeds)
+        findings = [*_compare(cards), *speed.judge(speeds, hosts, cores)]
+        findings += self._examine_network(cards, crowds)
+        findings.append(self._all_reduce(hosts, "gloo"))
+        if why_not := _why_no_nccl(cards):
+            findings.append(not_applicable("nccl-reduce", f"NCCL cannot run here: {why_not}"))
+        else:
+            findings.append(self._all_reduce(hosts, "NCCL"))
+        return findings
+
+    def _look_again(self, speeds: dict[int, float]) -> None:
         """Lets ranks that seem slow measure again, one at a time, while the others wait.
 
         Ranks that share a machine have disturbed each other's first measurements. The better one counts.
         """
-        number = 0
         seen: set[int] = set()
-        while number < _LOOKS:
-            rank = speed.slow_rank(_speeds(cards))
-            if rank is None or rank in seen:
-                break
+        while len(seen) < _LOOKS and (rank := speed.slow_rank(speeds)) is not None and rank not in seen:
             seen.add(rank)
-            store.set(f"again/{number}", str(rank))
-            if rank == self._launch.rank:
-                sleep(_SETTLE_S)
-                again = speed.flops_per_s()
-            elif self._wait(store, [f"again/{number}/measured"]):
-                again = float(store.get(f"again/{number}/measured"))
-            else:
-                again = 0.0
-            cards[rank]["flops_per_s"] = max(cards[rank]["flops_per_s"], again)
-            number += 1
-        store.set(f"again/{number}", "")
+            speeds[rank] = max(speeds[rank], *self._ask("measure", [rank]).values(), 0.0)
 
-    def _measure_again(self, store: Store) -> None:
-        """Measures again if rank 0 asks for it, until rank 0 ends it."""
-        for number in range(_LOOKS + 1):
-            if not self._wait(store, [f"again/{number}"], 2 * self._timeout_s):
-                return
-            rank = store.get(f"again/{number}").decode()
-            if not rank:
-                return
-            if int(rank) == self._launch.rank:
-                sleep(_SETTLE_S)
-                store.set(f"again/{number}/measured", str(speed.flops_per_s()))
-
-    def _probe(self, store: Store) -> list[Finding]:
-        """Tests the connections to other ranks.
-
-        Returns:
-            On rank 0 the findings on all ranks' figures; on the other ranks none.
-        """
-        ranks = range(self._launch.world_size)
-        with network.Listener(self._launch.master_addr) as listener:
-            store.set(f"address/{self._launch.rank}", json.dumps(asdict(listener.address)))
-            if not self._wait(store, [f"address/{rank}" for rank in ranks]):
-                text = f"a rank has not opened its port after {self._timeout_s:g} s"
-                return [fail("network", text, LAUNCH_CURE)]
-            addresses = [network.Address(**json.loads(store.get(f"address/{rank}"))) for rank in ranks]
-            probes = network.probe_peers(self._launch.rank, addresses)
-            crowd = self._crowd(store)
-            if probes and self._has_turn(store, crowd):
-                probes[0] = network.measure_link(probes[0], addresses[probes[0].peer], is_crowded=bool(crowd))
-            store.set(f"probes/{self._launch.rank}", json.dumps([probe.as_dict() for probe in probes]))
-            keys = [f"probes/{rank}" for rank in ranks]
-            # A listener must outlive the other ranks' probes. The last turn may begin one timeout after this rank's.
-            self._wait(store, keys, 2 * self._timeout_s)
-            if self._launch.rank != 0:
-                return []
-            found = {
-                rank: [network.Probe(**probe) for probe in json.loads(store.get(f"probes/{rank}"))]
-                for rank in ranks
-                if store.check([f"probes/{rank}"])
-            }
+    def _examine_network(self, cards: _Cards, crowds: Sequence[Sequence[int]]) -> list[Finding]:
+        addresses = [network.Address(**cards[rank]["address"]) for rank in range(len(cards))]
+        self._store.set("addresses", json.dumps([asdict(address) for address in addresses]))
+        answers = self._ask("probe", cards, limit_s=2 * self._timeout_s)
+        found = {rank: [network.Probe(**probe) for probe in probes] for rank, probes in answers.items()}
+        # Ranks that crowd a machine measure one after another. At the same time they would delay each other's packets.
+        crowded = {rank for crowd in crowds for rank in crowd}
+        for turn in [[rank for rank in found if rank not in crowded], *zip_longest(*crowds)]:
+            ready = [rank for rank in turn if rank in found and not found[rank][0].error]
+            links = self._ask("link", ready, bool(crowded & set(ready)), limit_s=2 * self._timeout_s)
+            for rank, link in links.items():
+                found[rank][0] = replace(found[rank][0], **link)
         return network.judge(addresses, found)
 
-    def _crowd(self, store: Store) -> list[int]:
-        """Returns the ranks of this rank's machine if it has too few cores for them; none otherwise."""
-        return next((ranks for ranks in json.loads(store.get("crowds")) if self._launch.rank in ranks), [])
+    def _all_reduce(self, hosts: Sequence[str], backend: str) -> Finding:
+        """Sums between all ranks. If that fails, searches for the host that breaks it."""
+        numbers = count()
 
-    def _has_turn(self, store: Store, crowd: list[int]) -> bool:
-        """Waits until this rank may measure its link; returns False if its turn does not come in time.
+        def sums(ranks: Sequence[int], sizes: Sequence[int], round_s: float) -> dict[int, collectives.Outcome]:
+            group = f"group/{backend}/{next(numbers)}"
+            answers = self._ask("sum", ranks, backend, group, ranks, sizes, round_s, limit_s=3 * round_s)
+            return {rank: collectives.Outcome(**outcome) for rank, outcome in answers.items()}
 
-        Ranks that crowd a machine measure one after another. At the same time they would delay each other's packets.
-        """
-        before = crowd[: crowd.index(self._launch.rank)] if crowd else []
-        return not before or self._wait(store, [f"probes/{before[-1]}"])
+        def works(ranks: Sequence[int]) -> bool:
+            outcomes = sums(ranks, collectives.SIZES[:1], collectives.ROUND_S)
+            return len(outcomes) == len(ranks) and all(outcome.has_passed for outcome in outcomes.values())
 
-    def _all_reduce(self, store: Store, hosts: Sequence[str], backend: collectives.Backend) -> Finding:
-        """Sums between all ranks. If that fails, rank 0 searches for the host that breaks it."""
-        store = PrefixStore(backend.name, store)
-        self._sum(store, backend)
-        ranks = range(self._launch.world_size)
-        self._wait(store, [f"sum/{rank}" for rank in ranks], 3 * self._timeout_s)
-        outcomes = {
-            rank: collectives.Outcome(**json.loads(store.get(f"sum/{rank}")))
-            for rank in ranks
-            if store.check([f"sum/{rank}"])
-        }
-        finding = collectives.judge(outcomes, self._launch.world_size, backend)
-        store.set("search", "yes" if finding.status == "FAIL" else "no")
-        if finding.status != "FAIL":
-            return finding
-        found = collectives.lead_search(store, 0, hosts, self._waiting(store), backend)
-        return collectives.named(finding, found)
+        outcomes = sums(list(range(len(hosts))), collectives.SIZES, self._timeout_s)
+        finding = collectives.judge(outcomes, len(hosts), backend)
+        found = collectives.host_that_breaks(hosts, works) if finding.status == "FAIL" else ""
+        return replace(finding, text=f"{finding.text}; {found}") if found else finding
 
-    def _join_all_reduce(self, store: Store, backend: collectives.Backend) -> None:
-        store = PrefixStore(backend.name, store)
-        self._sum(store, backend)
-        if self._wait(store, ["search"], 4 * self._timeout_s) and store.get("search") == b"yes":
-            collectives.follow_search(store, self._launch.rank, self._waiting(store), backend)
+    # ---- The tasks, which every rank does.
 
-    def _waiting(self, store: Store) -> collectives.Wait:
-        return lambda keys, seconds: self._wait(store, keys, seconds)
+    def _measure_again(self) -> float:
+        sleep(_SETTLE_S)
+        return speed.flops_per_s()
 
-    def _sum(self, store: Store, backend: collectives.Backend) -> None:
-        launch, prefix = self._launch, PrefixStore("group", store)
-        outcome = collectives.sum_up(
-            prefix, launch.rank, launch.world_size, collectives.SIZES, self._timeout_s, backend
-        )
-        with suppress(RuntimeError):  # the store has ended
-            store.set(f"sum/{launch.rank}", json.dumps(asdict(outcome)))
+    def _addresses(self) -> list[network.Address]:
+        return [network.Address(**address) for address in json.loads(self._store.get("addresses"))]
+
+    def _probe(self) -> list[dict[str, Any]]:
+        return [asdict(probe) for probe in network.probe_peers(self._launch.rank, self._addresses())]
+
+    def _measure_link(self, is_crowded: bool) -> dict[str, Any]:
+        following = network.peers_of(self._launch.rank, self._launch.world_size)[0]
+        return network.measure_link(self._addresses()[following], is_crowded)
+
+    def _sum(
+        self, backend: str, group: str, ranks: Sequence[int], sizes: Sequence[int], limit_s: float
+    ) -> dict[str, Any]:
+        store, rank = PrefixStore(group, self._store), ranks.index(self._launch.rank)
+        return asdict(collectives.sum_up(store, rank, len(ranks), sizes, limit_s, backend))
 
 
 def _why_no_nccl(cards: _Cards) -> str:
     """Returns why the ranks cannot sum over NCCL; "": they can."""
     without = [rank for rank in sorted(cards) if not cards[rank]["gpu"]]
     if without:
-        return (
-            f"{_ranks(without)} of {len(cards)} has no GPU" if len(without) == 1 else f"{_ranks(without)} have no GPU"
-        )
-    gpus = [(_host(card), card["gpu"]) for card in cards.values()]
-    if len(set(gpus)) < len(gpus):
+        return f"{_ranks(without)} of {len(cards)} without a GPU"
+    if len({(card["host"], card["gpu"]) for card in cards.values()}) < len(cards):
         return "several ranks have one GPU"
     return ""
-
-
-def _speeds(cards: _Cards) -> dict[int, float]:
-    """Returns the speeds that can be compared, by rank."""
-    return {rank: cards[rank]["flops_per_s"] for rank in speed.comparable(*_machines_and_cores(cards))}
-
-
-def _machines_and_cores(cards: _Cards) -> tuple[dict[int, str], dict[int, list[int]]]:
-    """Returns the machine and the cores of each rank."""
-    return {rank: card["machine"] for rank, card in cards.items()}, {
-        rank: card["cores"] for rank, card in cards.items()
-    }
 
 
 def _poll(condition: Callable[[], bool], seconds: float) -> bool:
@@ -317,59 +289,32 @@ def _poll(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _duplicates(store: Store, cards: _Cards) -> list[Finding]:
-    return [
-        fail(
-            "ranks",
-            f"two processes have RANK={rank}: {card['host']}, and {store.get(f'duplicate/{rank}').decode()}",
-            _DUPLICATE_CURE,
-        )
-        for rank, card in cards.items()
-        if store.check([f"duplicate/{rank}"])
-    ]
-
-
 def _wrong_elsewhere(cards: _Cards, own: Sequence[Finding]) -> list[Finding]:
     """Returns the findings of the other ranks. A finding on a whole host is reported once for it."""
-    reported = {(_host(cards[0]), finding.name, finding.text) for finding in own} if 0 in cards else set()
+    reported = {(cards[0]["host"], finding.name, finding.text) for finding in own} if 0 in cards else set()
     findings = []
     for rank, card in cards.items():
-        for finding in card["wrong"]:
-            what = (_host(card), finding["name"], finding["text"])
+        for finding in (Finding(**wrong) for wrong in card["wrong"]):
+            what = (card["host"], finding.name, finding.text)
             if rank != 0 and what not in reported:
                 reported.add(what)
-                text = f"rank {rank}: {finding['text']}"
-                findings.append(Finding(finding["name"], finding["status"], text, finding["cure"]))
+                findings.append(replace(finding, text=f"rank {rank}: {finding.text}"))
     return findings
-
-
-def _host(card: Mapping[str, Any]) -> str:
-    return str(card["host"]).partition(",")[0]
 
 
 def _compare(cards: _Cards) -> list[Finding]:
     """Returns a finding for each package whose version differs between ranks, or one that reports agreement."""
     findings = []
     for what in cards[0]["versions"]:
-        by_version = _ranks_by({rank: card["versions"][what] for rank, card in cards.items()})
-        if len(by_version) > 1:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, card in cards.items():
+            ranks_of.setdefault(card["versions"][what], []).append(rank)
+        if len(ranks_of) > 1:
+            spelled_out = ", ".join(f"{version} on {_ranks(ranks)}" for version, ranks in ranks_of.items())
             cure = f"install the same {what} for every rank"
-            findings.append(fail("versions", f"{what} differs: {_spelled_out(by_version)}", cure))
-    if findings:
-        return findings
+            findings.append(fail("versions", f"{what} differs: {spelled_out}", cure))
     versions = ", ".join(f"{what} {version}" for what, version in cards[0]["versions"].items())
-    return [passed("versions", f"equal on {len(cards)} ranks: {versions}")]
-
-
-def _ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
-    return groups
-
-
-def _spelled_out(groups: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
+    return findings or [passed("versions", f"equal on {len(cards)} ranks: {versions}")]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -67,17 +67,6 @@ def judge(speeds: Mapping[int, float], hosts: Sequence[str], cores_of: Mapping[i
     return [_judge_speed(speeds, hosts), _judge_binding(hosts, cores_of)]
 
 
-def comparable(machines: Mapping[int, str], cores_of: Mapping[int, Sequence[int]]) -> list[int]:
-    """Returns the ranks whose speeds mean something, because their machine has cores for its ranks.
-
-    Args:
-        machines: The machine of each rank.
-        cores_of: The cores that each rank may use.
-    """
-    crowded = {rank for ranks in crowds(machines, cores_of) for rank in ranks}
-    return [rank for rank in machines if rank not in crowded]
-
-
 def crowds(machines: Mapping[int, str], cores_of: Mapping[int, Sequence[int]]) -> list[list[int]]:
     """Returns the ranks of each machine that has too few cores for them to measure at the same time.
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,40 +203,17 @@ def test_a_rank_that_seemed_slow_measures_again(slow_looks: int) -> None:
 
 
 def test_a_slow_rank_is_named() -> None:
-    speeds = {0: 100e9, 1: 98e9, 2: 55e9, 3: 101e9}
-    one_core = {rank: [rank] for rank in speeds}
-    slow, binding = speed.judge(speeds, ["a", "a", "b", "b"], one_core)
+    slow = speed.judge({0: 100e9, 1: 98e9, 2: 55e9, 3: 101e9}, ["a", "a", "b", "b"])
     judged(slow, "WARN", "rank 2 on b computes 55 GFLOP/s, the median rank 100", "top")
-    assert binding.status == "PASS"
-    assert speed.judge({0: 100e9, 1: 70e9}, ["a", "a"], {0: [0], 1: [1]})[0].status == "PASS"
-    assert speed.judge({0: 100e9, 1: 50e9}, ["a", "a"], {0: [0], 1: [1]})[0].status == "WARN"
+    assert speed.judge({0: 100e9, 1: 70e9}, ["a", "a"]).status == "PASS"
+    assert speed.judge({0: 100e9, 1: 50e9}, ["a", "a"]).status == "WARN"
 
 
-def test_ranks_that_crowd_a_machine_are_not_compared() -> None:
-    machines = {rank: "a" if rank < 9 else "b" for rank in range(17)}
-    assert speed.crowds(machines, {rank: [0, 1] for rank in machines}) == [list(range(9))]  # nine ranks on two cores
-    (finding, _) = speed.judge({}, ["a"] * 9, {rank: [0, 1] for rank in range(9)})
-    judged(finding, "--", "not compared: more than 4 ranks share a core", "")
-
-
-def test_ranks_that_crowd_a_machine_measure_their_links_in_turns(tmp_path: Path) -> None:
-    change = (
-        "from drivetrain.cli import network, speed\n"
-        "speed.cores = lambda: [0]\n"
-        "plain = network.measure_link\n"
-        "def measure(where, is_crowded):\n"
-        "    assert is_crowded\n"
-        f"    path = os.path.join({str(tmp_path)!r}, 'measures')\n"
-        "    os.mkdir(path)  # fails while another rank measures\n"
-        "    time.sleep(0.2)\n"
-        "    os.rmdir(path)\n"
-        "    return plain(where, is_crowded)\n"
-        "network.measure_link = measure"
-    )
-    report = examine(ranks(5, change=change, arguments=["--timeout", "60"]))
-    assert report.text_of("links").endswith("by TCP inside of the host"), report.alarms()
-    assert report.status_of("speed") == "--"
-    assert report.exit_codes == [0] * 5
+def test_ranks_that_are_bound_to_one_core_are_named() -> None:
+    assert speed.judge_binding({0: [0], 1: [1], 2: [0]}, ["a", "a", "b"]).status == "PASS"
+    assert speed.judge_binding({0: [0, 1], 1: [0, 1]}, ["a", "a"]).status == "PASS"
+    binding = speed.judge_binding({0: [0], 1: [1], 2: [1]}, ["a", "a", "a"])
+    judged(binding, "WARN", "ranks 1 and 2 on a are both bound to core 1 alone", "GOMP_CPU_AFFINITY")
 
 
 # ---- Several hosts, as network namespaces.
@@ -304,9 +282,8 @@ def test_a_lossy_and_a_slow_link_are_named() -> None:
     probes[5][0] = Probe(6, bytes_per_s=10 * 2.0**20)
     *_, links = network.judge(ADDRESSES, probes)
     judged(links, "WARN", "carries 10 MiB/s, the median link 103 MiB/s", "cable")
-    probes[5][0] = Probe(6, bytes_per_s=101 * 2.0**20)
-    probes[4][0] = Probe(5, bytes_per_s=10 * 2.0**20, lost=0.05)  # inside of a host other programs decide
-    assert network.judge(ADDRESSES, probes)[2].status == "PASS"
+    one_host = [replace(address, host="host-0") for address in ADDRESSES]
+    judged(network.judge(one_host, probes)[2], "--", "all ranks are on one host", "")
 
 
 def test_a_rank_that_does_not_report_its_connections_is_named() -> None:

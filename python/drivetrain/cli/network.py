@@ -15,10 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from drivetrain.cli.finding import Finding, fail, passed, warn
+from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
 from drivetrain.cli.launch import joined, listen
 from drivetrain.cli.machine import interface_addresses
 from drivetrain.ddp.sockets import address_towards, receive
@@ -132,10 +131,17 @@ def peers_of(rank: int, world_size: int) -> list[int]:
 
 
 def probe_peers(rank: int, addresses: Sequence[Address]) -> list[Probe]:
-    """Connects to other ranks, the next one first, and compares clocks."""
+    """Connects to other ranks, the next one first, and compares clocks. If that is on another host, measures the link.
+
+    Inside of a host, the other work of its cores decides the bandwidth.
+    """
     peers = peers_of(rank, len(addresses))
     with ThreadPoolExecutor(max_workers=16) as pool:
-        return list(pool.map(lambda peer: _probe(peer, addresses[peer]), peers))
+        probes = list(pool.map(lambda peer: _probe(peer, addresses[peer]), peers))
+    following = addresses[peers[0]]
+    if not probes[0].error and following.host != addresses[rank].host:
+        probes[0] = measure_link(probes[0], following)
+    return probes
 
 
 def _probe(peer: int, theirs: Address) -> Probe:
@@ -154,35 +160,22 @@ def _clock_offset(address: str, port: int) -> float:
         return float(theirs) - (start + time.time()) / 2
 
 
-def measure_link(where: Address, is_crowded: bool) -> dict[str, Any]:
-    """Measures a link, and returns its error, or its bandwidth and loss, as fields of a `Probe`.
-
-    Args:
-        where: The other end.
-        is_crowded: True measures twice and counts the better bandwidth, but no loss. Where ranks crowd a machine, other
-            processes delay packets until TCP sends them again.
-    """
+def measure_link(probe: Probe, where: Address) -> Probe:
+    """Adds bandwidth and loss to a probe. A link that ends meanwhile becomes the probe's error."""
     try:
-        measured = [_measure(where) for _ in range(2 if is_crowded else 1)]
+        with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
+            connection.settimeout(4 * _CONNECT_S)
+            start = time.monotonic()
+            connection.sendall(_SEND)
+            for _ in range(_SENT // len(_BLOCK)):
+                connection.sendall(_BLOCK)
+            receive(connection, 1)
+            seconds = time.monotonic() - start
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SEGMENTS]
+            resent, sent = struct.unpack_from("I", info, 0)[0], struct.unpack_from("I", info, 36)[0]
     except OSError as error:
-        return {"error": f"the link broke or was too slow for {_SENT >> 20} MiB ({error})"}
-    bytes_per_s, lost = max(measured)
-    return {"bytes_per_s": bytes_per_s, "lost": 0.0 if is_crowded else lost}
-
-
-def _measure(where: Address) -> tuple[float, float]:
-    """Returns a link's bytes per second, and the share of segments that had to be sent again."""
-    with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
-        connection.settimeout(4 * _CONNECT_S)
-        start = time.monotonic()
-        connection.sendall(_SEND)
-        for _ in range(_SENT // len(_BLOCK)):
-            connection.sendall(_BLOCK)
-        receive(connection, 1)
-        seconds = time.monotonic() - start
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SEGMENTS]
-    resent, sent = struct.unpack_from("I", info, 0)[0], struct.unpack_from("I", info, 36)[0]
-    return _SENT / seconds, resent / max(sent, 1)
+        return Probe(probe.peer, error=f"the link broke or was too slow for {_SENT >> 20} MiB ({error})")
+    return replace(probe, bytes_per_s=_SENT / seconds, lost=resent / max(sent, 1))
 
 
 def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> list[Finding]:
@@ -238,28 +231,26 @@ def _judge_clocks(addresses: Sequence[Address], found: Mapping[int, Sequence[Pro
 
 
 def _judge_links(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
-    """Compares the links between hosts. Inside of a host the other work of its cores decides the bandwidth."""
-    all_links = {(rank, probe.peer): probe for rank, probes in found.items() for probe in probes if probe.bytes_per_s}
-    if not all_links:
+    if len({where.host for where in addresses}) == 1:
+        return not_applicable("links", "all ranks are on one host")
+    links = {(rank, probe.peer): probe for rank, probes in found.items() for probe in probes if probe.bytes_per_s}
+    if not links:
         return warn("links", "no bandwidth could be measured", "repair the network first")
-    between = {link: probe for link, probe in all_links.items() if addresses[link[0]].host != addresses[link[1]].host}
-    links = between or all_links
 
     def name(link: tuple[int, int]) -> str:
         rank, peer = link
         return f"rank {rank} on {addresses[rank].host} to rank {peer} on {addresses[peer].host}"
 
     lossy = max(links, key=lambda link: links[link].lost)
-    if between and links[lossy].lost > _LOSS_LIMIT:
+    if links[lossy].lost > _LOSS_LIMIT:
         text = f"{name(lossy)} sends {links[lossy].lost:.1%} of its packets again"
         return warn("links", text, "check cable, switch port and MTU of the two hosts")
     typical = statistics.median_high(probe.bytes_per_s for probe in links.values())
     slow = min(links, key=lambda link: links[link].bytes_per_s)
-    if between and links[slow].bytes_per_s < _SLOW_LINK * typical:
+    if links[slow].bytes_per_s < _SLOW_LINK * typical:
         text = f"{name(slow)} carries {_rate(links[slow].bytes_per_s)}, the median link {_rate(typical)}"
         return warn("links", text, "check cable, switch port, duplex and other traffic of the two hosts")
-    where = "between hosts" if between else "inside of the host"
-    return passed("links", f"{_rate(links[slow].bytes_per_s)} or more by TCP {where}")
+    return passed("links", f"{_rate(links[slow].bytes_per_s)} or more by TCP between hosts")
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from itertools import count, zip_longest
+from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from drivetrain.cli import collectives, network, speed
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed
 from drivetrain.cli.launch import LAUNCH_CURE, Launch, first_line
-from drivetrain.processes import machine
 
 _DUPLICATE_CURE = "give every process a RANK of its own, and end processes that an earlier start left behind"
 _LEAST_POLL_S, _MOST_POLL_S = 0.02, 0.5
@@ -32,7 +31,7 @@ _LOOKS = 8  # ranks that measure again, one at a time
 _SETTLE_S = 1.5  # before they do: the others, which have just been woken, then ask the store seldom
 
 Show = Callable[[Sequence[Finding]], None]
-_Cards = dict[int, dict[str, Any]]  # by rank: its host, machine, versions, cores, speed, failed checks and more
+_Cards = dict[int, dict[str, Any]]  # by rank: its host, versions, cores, speed, address, failed checks and more
 
 
 class Meeting:
@@ -50,7 +49,6 @@ class Meeting:
         self._tasks: dict[str, Callable[..., Any]] = {
             "measure": self._measure_again,
             "probe": self._probe,
-            "link": self._measure_link,
             "sum": self._sum,
             "leave": lambda: None,
         }
@@ -72,8 +70,7 @@ class Meeting:
                 "host": socket.gethostname(),
                 "process": os.getpid(),
                 "versions": dict(versions),
-                "cores": speed.cores(),
-                "machine": machine(),
+                "cores": sorted(os.sched_getaffinity(0)),
                 "flops_per_s": speed.flops_per_s(),
                 "gpu": speed.own_gpu(),
                 "address": asdict(listener.address),
@@ -188,14 +185,16 @@ class Meeting:
     # ---- The checks, which rank 0 leads.
 
     def _examine(self, cards: _Cards) -> list[Finding]:
-        hosts = [cards[rank]["host"] for rank in range(self._launch.world_size)]
-        cores = {rank: card["cores"] for rank, card in cards.items()}
-        crowds = speed.crowds({rank: card["machine"] for rank, card in cards.items()}, cores)
-        crowded = {rank for crowd in crowds for rank in crowd}
-        speeds = {rank: card["flops_per_s"] for rank, card in cards.items() if rank not in crowded}
+        hosts = [cards[rank]["host"] for rank in range(len(cards))]
+        speeds = {rank: card["flops_per_s"] for rank, card in cards.items()}
         self._look_again(speeds)
-        findings = [*_compare(cards), *speed.judge(speeds, hosts, cores)]
-        findings += self._examine_network(cards, crowds)
+        findings = [*_compare(cards), speed.judge(speeds, hosts)]
+        findings.append(speed.judge_binding({rank: card["cores"] for rank, card in cards.items()}, hosts))
+        addresses = [cards[rank]["address"] for rank in range(len(cards))]
+        self._store.set("addresses", json.dumps(addresses))  # once for all ranks
+        answers = self._ask("probe", cards, limit_s=2 * self._timeout_s)
+        found = {rank: [network.Probe(**probe) for probe in probes] for rank, probes in answers.items()}
+        findings += network.judge([network.Address(**address) for address in addresses], found)
         findings.append(self._all_reduce(hosts, "gloo"))
         if why_not := _why_no_nccl(cards):
             findings.append(not_applicable("nccl-reduce", f"NCCL cannot run here: {why_not}"))
@@ -212,20 +211,6 @@ class Meeting:
         while len(seen) < _LOOKS and (rank := speed.slow_rank(speeds)) is not None and rank not in seen:
             seen.add(rank)
             speeds[rank] = max(speeds[rank], *self._ask("measure", [rank]).values(), 0.0)
-
-    def _examine_network(self, cards: _Cards, crowds: Sequence[Sequence[int]]) -> list[Finding]:
-        addresses = [network.Address(**cards[rank]["address"]) for rank in range(len(cards))]
-        self._store.set("addresses", json.dumps([asdict(address) for address in addresses]))
-        answers = self._ask("probe", cards, limit_s=2 * self._timeout_s)
-        found = {rank: [network.Probe(**probe) for probe in probes] for rank, probes in answers.items()}
-        # Ranks that crowd a machine measure one after another. At the same time they would delay each other's packets.
-        crowded = {rank for crowd in crowds for rank in crowd}
-        for turn in [[rank for rank in found if rank not in crowded], *zip_longest(*crowds)]:
-            ready = [rank for rank in turn if rank in found and not found[rank][0].error]
-            links = self._ask("link", ready, bool(crowded & set(ready)), limit_s=2 * self._timeout_s)
-            for rank, link in links.items():
-                found[rank][0] = replace(found[rank][0], **link)
-        return network.judge(addresses, found)
 
     def _all_reduce(self, hosts: Sequence[str], backend: str) -> Finding:
         """Sums between all ranks. If that fails, searches for the host that breaks it."""
@@ -251,15 +236,9 @@ class Meeting:
         sleep(_SETTLE_S)
         return speed.flops_per_s()
 
-    def _addresses(self) -> list[network.Address]:
-        return [network.Address(**address) for address in json.loads(self._store.get("addresses"))]
-
     def _probe(self) -> list[dict[str, Any]]:
-        return [asdict(probe) for probe in network.probe_peers(self._launch.rank, self._addresses())]
-
-    def _measure_link(self, is_crowded: bool) -> dict[str, Any]:
-        following = network.peers_of(self._launch.rank, self._launch.world_size)[0]
-        return network.measure_link(self._addresses()[following], is_crowded)
+        addresses = [network.Address(**address) for address in json.loads(self._store.get("addresses"))]
+        return [asdict(probe) for probe in network.probe_peers(self._launch.rank, addresses)]
 
     def _sum(
         self, backend: str, group: str, ranks: Sequence[int], sizes: Sequence[int], limit_s: float

@@ -10,13 +10,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from drivetrain.cli.finding import Finding, not_applicable, passed, warn
+from drivetrain.cli.finding import Finding, passed, warn
 
 _SIZE, _GPU_SIZE = 384, 4096
 _ROUNDS = 8  # the fastest one counts, so that a moment of other work raises no alarm
 _ROUND_S = 0.03  # several time slices of the scheduler, so that a round sees a program that shares the core
 _SLOW = 0.6  # of the median rank's speed
-_MOST_RANKS = 4  # to a core of a machine; more disturb each other's measurements beyond comparison
 
 
 def own_device() -> torch.device:
@@ -51,52 +50,20 @@ def _products_per_s(a: Tensor, b: Tensor) -> float:
     return count / seconds
 
 
-def cores() -> list[int]:
-    """Returns the cores that this process may use."""
-    return sorted(os.sched_getaffinity(0))
-
-
-def judge(speeds: Mapping[int, float], hosts: Sequence[str], cores_of: Mapping[int, Sequence[int]]) -> list[Finding]:
-    """Turns the speeds and cores of all ranks into findings.
-
-    Args:
-        speeds: Operations per second of the comparable ranks, by rank; empty: none can be compared.
-        hosts: The host of each rank.
-        cores_of: The cores that each rank may use.
-    """
-    return [_judge_speed(speeds, hosts), _judge_binding(hosts, cores_of)]
-
-
-def crowds(machines: Mapping[int, str], cores_of: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Returns the ranks of each machine that has too few cores for them to measure at the same time.
-
-    Args:
-        machines: The machine of each rank.
-        cores_of: The cores that each rank may use.
-    """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, name in machines.items():
-        ranks_of.setdefault(name, []).append(rank)
-    return [
-        ranks
-        for ranks in ranks_of.values()
-        if len(ranks) > _MOST_RANKS * len({core for rank in ranks for core in cores_of[rank]})
-    ]
-
-
 def slow_rank(speeds: Mapping[int, float]) -> int | None:
     """Returns the slowest rank if it is too slow compared with the median rank."""
-    if not speeds:
-        return None
     slow = min(speeds, key=lambda rank: speeds[rank])
     return slow if speeds[slow] < _SLOW * statistics.median_high(speeds.values()) else None
 
 
-def _judge_speed(speeds: Mapping[int, float], hosts: Sequence[str]) -> Finding:
-    if not speeds:
-        return not_applicable("speed", f"not compared: more than {_MOST_RANKS} ranks share a core")
-    typical = statistics.median_high(speeds.values())
-    slow = slow_rank(speeds)
+def judge(speeds: Mapping[int, float], hosts: Sequence[str]) -> Finding:
+    """Turns the speeds of all ranks into a finding.
+
+    Args:
+        speeds: Operations per second of each rank.
+        hosts: The host of each rank.
+    """
+    slow, typical = slow_rank(speeds), statistics.median_high(speeds.values())
     if slow is None:
         return passed("speed", f"{min(speeds.values()) / 1e9:.0f} to {max(speeds.values()) / 1e9:.0f} GFLOP/s per rank")
     text = (
@@ -106,15 +73,18 @@ def _judge_speed(speeds: Mapping[int, float], hosts: Sequence[str]) -> Finding:
     return warn("speed", text, cure)
 
 
-def _judge_binding(hosts: Sequence[str], cores_of: Mapping[int, Sequence[int]]) -> Finding:
+def judge_binding(cores_of: Mapping[int, Sequence[int]], hosts: Sequence[str]) -> Finding:
+    """Finds two ranks of a host that are bound to one core alone.
+
+    Args:
+        cores_of: The cores that each rank may use.
+        hosts: The host of each rank.
+    """
     alone: dict[tuple[str, int], int] = {}
-    for rank, cores_ in cores_of.items():
-        if len(cores_) != 1:
-            continue
-        where = (hosts[rank], cores_[0])
-        if where in alone:
-            text = f"ranks {alone[where]} and {rank} on {hosts[rank]} are both bound to core {cores_[0]} alone"
+    for rank, cores in cores_of.items():
+        other = alone.setdefault((hosts[rank], cores[0]), rank) if len(cores) == 1 else rank
+        if other != rank:
+            text = f"ranks {other} and {rank} on {hosts[rank]} are both bound to core {cores[0]} alone"
             cure = "unset GOMP_CPU_AFFINITY and KMP_AFFINITY, or bind each local rank to cores of its own"
             return warn("binding", text, cure)
-        alone[where] = rank
     return passed("binding", "no two ranks are bound to one core")

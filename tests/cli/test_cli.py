@@ -74,13 +74,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_TRANSPORT", "torch")
     assert main(["env"]) == 0
-    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    assert torch.__version__ in lines["torch"]
-    assert lines["DRIVETRAIN_TRANSPORT"].strip() == "torch"
-    assert main(["env", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["DRIVETRAIN_TRANSPORT"] == "torch"
-    assert drivetrain.__version__ in facts["drivetrain"]
+    said = capsys.readouterr().out
+    assert f"PyTorch version: {torch.__version__}" in said
+    assert re.search(r"^DRIVETRAIN_TRANSPORT +torch$", said, re.MULTILINE)
+    assert re.search(rf"^drivetrain +{re.escape(drivetrain.__version__)}, built for torch", said, re.MULTILINE)
 
 
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
@@ -371,12 +368,7 @@ def test_doctor_on_a_healthy_machine() -> None:
         ({"WORLD_SIZE": "2"}, "launch", "RANK is unset", "torchrun"),
         (_launch(2, 2, 29500), "launch", "RANK=2 is not below WORLD_SIZE=2", "torchrun"),
         ({**_launch(0, 2, 29500), "RANK": "zero"}, "launch", "RANK=zero", "torchrun"),
-        (
-            {**_launch(1, 4, 29500), "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            "launch",
-            "LOCAL_RANK=2",
-            "torchrun",
-        ),
+        ({**_launch(1, 4, 29500), "LOCAL_RANK": "-1"}, "launch", "LOCAL_RANK=-1", "torchrun"),
         (_launch(0, 2, 99999), "launch", "MASTER_PORT=99999", "torchrun"),
         (_launch(1, 2, 29500, "no-such-host.invalid"), "master", "does not resolve", "MASTER_ADDR="),
     ],

@@ -117,7 +117,9 @@ def _parse(environ: Mapping[str, str]) -> tuple[Launch, str]:
     text = f"rank {rank} of {world_size}"
     if "LOCAL_RANK" in environ:
         local_rank = _number(environ, "LOCAL_RANK")
-        _check_local_rank(local_rank, _number(environ, "LOCAL_WORLD_SIZE", default=world_size))
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else world_size
+        if not 0 <= local_rank < gpus:
+            raise ValueError(f"LOCAL_RANK={local_rank} is not below {gpus}, the number of visible GPUs or of all ranks")
         text += f", local rank {local_rank}"
     port = _number(environ, "MASTER_PORT")
     if not 0 < port < 65536:
@@ -128,23 +130,13 @@ def _parse(environ: Mapping[str, str]) -> tuple[Launch, str]:
     return Launch(rank, world_size, environ["MASTER_ADDR"], port, agent_store), text
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name, "")
-    if not text and default is not None:
-        return default
-    if not text:
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not (text := environ.get(name)):
         raise ValueError(f"{name} is unset")
     try:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text} is not a whole number") from None
-
-
-def _check_local_rank(local_rank: int, local_world_size: int) -> None:
-    if not 0 <= local_rank < local_world_size:
-        raise ValueError(f"LOCAL_RANK={local_rank} is not below this machine's {local_world_size} ranks")
-    if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
-        raise ValueError(f"LOCAL_RANK={local_rank}, but {torch.cuda.device_count()} GPUs are visible")
 
 
 def _check_master(launch: Launch, timeout_s: float) -> Finding:

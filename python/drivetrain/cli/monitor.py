@@ -33,16 +33,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 if a rank gave no stacks; 2 if a file or an argument is wrong.
     """
-    if args.live and len(args.files) > 1:
-        print("drivetrain monitor: --live takes one file", file=sys.stderr)
-        return 2
-    if args.stacks and len(args.files) > 1:
-        print("drivetrain monitor: --stacks takes one file: rank 0's", file=sys.stderr)
-        return 2
-    if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
-        print(f"drivetrain monitor: --plot is {args.plot}, expected a name that ends in .svg or .png", file=sys.stderr)
-        return 2
     try:
+        if (args.live or args.stacks) and len(args.files) > 1:
+            raise ValueError(f"{'--live' if args.live else '--stacks'} takes one file: rank 0's")
+        if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
+            raise ValueError(f"--plot is {args.plot}, expected a name that ends in .svg or .png")
         if args.stacks:
             return _print_stacks(args.files[0])
         if args.live:

@@ -141,6 +141,7 @@ class Meeting:
         for number in count():
             where = f"{self._launch.rank}/{number}"
             if not self._wait([f"task/{where}"], 10 * self._timeout_s):
+                self._wait(["shown"], 3 * self._timeout_s)
                 return
             task, details = json.loads(self._store.get(f"task/{where}"))
             with suppress(RuntimeError):  # rank 0 may have left

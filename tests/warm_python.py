@@ -124,7 +124,8 @@ def _parsed(arguments: list[str]) -> tuple[bool, str, list[str]] | None:
 
 def run_client(address: str, arguments: list[str]) -> NoReturn:
     """Asks the server at the address for a fork that runs the arguments, and ends as the fork ends."""
-    parsed = None if _has_inherited_files() else _parsed(arguments)
+    ignores = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # a fork would not
+    parsed = None if ignores or _has_inherited_files() else _parsed(arguments)
     with socket.socket(socket.AF_UNIX) as connection:
         if parsed is not None:
             connection.connect(address)
@@ -137,7 +138,8 @@ def run_client(address: str, arguments: list[str]) -> NoReturn:
             connection.sendall(request)
         if parsed is None or connection.recv(1) != b"y":
             for number in _SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
+                if not ignores or number != signal.SIGTERM:
+                    signal.signal(number, signal.SIG_DFL)
             os.execv(sys.executable, [sys.executable, *arguments])
         status = connection.recv(4)
     if len(status) != 4:

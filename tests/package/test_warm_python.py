@@ -98,10 +98,23 @@ def test_it_dies_with_its_program() -> None:
         ({"env": {"KMP_INIT_AT_FORK": "FALSE", "KMP_DUPLICATE_LIB_OK": "True"}}, True),
         ({"env": {"PYTHONHASHSEED": "3"}}, False),
         ({"env": {"LD_PRELOAD": "libm.so.6"}}, False),
+        ({"preexec_fn": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)}, False),
         ({"preexec_fn": lambda: os.nice(1)}, False),
         ({"preexec_fn": lambda: os.sched_setaffinity(0, {0})}, False),
     ],
-    ids=["plain", "session", "group", "no file", "cache", "scikit-learn", "hash seed", "preload", "nice", "affinity"],
+    ids=[
+        "plain",
+        "session",
+        "group",
+        "no file",
+        "cache",
+        "scikit-learn",
+        "hash seed",
+        "preload",
+        "sigterm",
+        "nice",
+        "affinity",
+    ],
 )
 def test_it_is_plain_python_where_a_fork_would_differ(options: dict[str, Any], is_warm: bool) -> None:
     if "preexec_fn" in options and len(os.sched_getaffinity(0)) == 1:

@@ -9,6 +9,23 @@
 
 namespace drivetrain::budget {
 
+struct Outcome {
+  int64_t peak_bytes = 0;     // the most that is in memory at a time, from the end of forward on
+  double seconds = 0;         // of replayed operations and of storage formats
+  int64_t forward_bytes = 0;  // in memory at the end of forward
+};
+
+// Runs a step under a policy, by the sizes and times of its trace.
+//
+// A value is needed until backward has released it, and as long as an operation that will be replayed reads it. Saved
+// values that are needed are in memory after forward. Taking a recomputed value replays its operation, after
+// recomputing every missing value that this operation reads. Taking a value in a storage format restores it. A restored
+// or recomputed value stays in memory until nothing needs it.
+//
+// While an operation is replayed, its reads and all of its outputs are in memory. An output that was there already
+// counts twice unless it takes over memory. While a value is restored, its storage format is in memory too.
+Outcome simulate(const Trace& trace, const Policy& policy);
+
 // The course of backward, by use. Everything that a use causes happens during it.
 struct Timeline {
   std::vector<int64_t> peak_bytes;   // after forward, then during each use

@@ -1,13 +1,50 @@
-// Declares the index of a checked trace: which operations write and read each value, and which uses take it.
+// Declares a recorded step, policies of it, and its index: which operations write and read each value, and which uses
+// take it.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "budget/solver/solver.h"
-
 namespace drivetrain::budget {
+
+// A way to store a value other than as it is, for example packed or offloaded.
+struct FormatPrice {
+  int64_t bytes;   // that stay resident
+  double seconds;  // that converting and restoring add to a step
+};
+
+// A storage in one version.
+struct TraceValue {
+  int64_t bytes = 0;
+  bool can_save = true;              // false: a later operation overwrites its memory in place
+  bool can_recompute = true;         // false: its operation cannot be replayed
+  int32_t replaces = -1;             // the value whose memory it takes over in place, or -1
+  std::vector<FormatPrice> formats;  // besides saving it as it is, which takes no time
+};
+
+struct TraceOp {
+  double seconds = 0;
+  std::vector<int32_t> reads, writes;
+};
+
+// Backward takes a saved value, or releases it. Every saved tensor is released once, after its last take. Some tensors
+// are released without having been taken.
+struct TraceUse {
+  int32_t value;
+  bool is_release;
+};
+
+// A recorded step. A value that no operation writes is external: it is always in memory and costs nothing.
+struct Trace {
+  std::vector<TraceValue> values;
+  std::vector<TraceOp> ops;    // in order of forward
+  std::vector<TraceUse> uses;  // in order of backward
+};
+
+// A policy maps each value to kRecompute, kSave (unchanged) or 1 + i, which saves it in its storage format i.
+constexpr int8_t kRecompute = -1, kSave = 0;
+using Policy = std::vector<int8_t>;  // per value; entries of values that the step never needs have no effect
 
 // Stores lists of indices one after another.
 class IndexLists {

@@ -18,7 +18,7 @@
 #include "ddp/progress.h"
 #include "ddp/reducer.h"
 #include "ddp/transport/peer_process.h"
-#include "ddp/transport/shm_segment.h"
+#include "ddp/transport/shm/shm_segment.h"
 #include "ddp/transport/transport.h"
 
 namespace py = pybind11;

@@ -64,7 +64,7 @@ DEFECTS = [
     Defect(
         "5",
         "a call of NCCL counts as finished once it returns success",
-        "csrc/ddp/transport/nccl_communicator.cpp",
+        "csrc/ddp/transport/nccl/nccl_communicator.cpp",
         "    while (result == ncclSuccess || result == ncclInProgress) {\n",
         "    if (result == ncclSuccess) return;\n    while (result == ncclSuccess || result == ncclInProgress) {\n",
         ("tests/ddp/test_nccl_gpu.py::test_equals_torchs_class_under_a_pure_nccl_group[2-nccl]",),

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "ddp/transport/nccl_communicator.h"
+#include "ddp/transport/nccl/nccl_communicator.h"
 
 namespace {
 

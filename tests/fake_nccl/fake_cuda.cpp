@@ -1,5 +1,5 @@
-// Implements on the host the CUDA runtime functions that csrc/ddp/transport/nccl_communicator.cpp calls. A stream is a
-// thread with a queue. The null stream is the calling thread itself, so that CPU tensors can replace CUDA tensors.
+// Implements on the host the CUDA runtime functions that csrc/ddp/transport/nccl/nccl_communicator.cpp calls. A stream
+// is a thread with a queue. The null stream is the calling thread itself, so that CPU tensors can replace CUDA tensors.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 

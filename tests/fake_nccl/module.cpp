@@ -5,7 +5,7 @@
 #include <cstdlib>
 
 #include "base/current_stream.h"
-#include "ddp/transport/nccl_api.h"
+#include "ddp/transport/nccl/nccl_api.h"
 #include "ddp/transport/transport.h"
 
 namespace drivetrain {

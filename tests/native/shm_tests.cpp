@@ -32,9 +32,9 @@
 #include "ddp/transport/cores.h"
 #include "ddp/transport/peer_process.h"
 #include "ddp/transport/rank_sum.h"
-#include "ddp/transport/shm_exchange.h"
-#include "ddp/transport/shm_residency.h"
-#include "ddp/transport/shm_segment.h"
+#include "ddp/transport/shm/shm_exchange.h"
+#include "ddp/transport/shm/shm_residency.h"
+#include "ddp/transport/shm/shm_segment.h"
 #include "formats/tile_cpu.h"
 #include "native_tests.h"
 

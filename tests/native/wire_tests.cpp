@@ -9,8 +9,8 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
-#include "ddp/transport/float8_wire.h"
-#include "ddp/transport/wire_format.h"
+#include "ddp/transport/torch/float8_wire.h"
+#include "ddp/transport/torch/wire_format.h"
 #include "formats/storage.h"
 #include "native_tests.h"
 

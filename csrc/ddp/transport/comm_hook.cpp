@@ -6,7 +6,7 @@
 #include <c10/core/Allocator.h>
 
 #include "base/check.h"
-#include "ddp/transport/torch_group.h"
+#include "ddp/transport/torch/torch_group.h"
 
 namespace drivetrain::ddp {
 

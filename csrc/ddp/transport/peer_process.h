@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "ddp/transport/shm_segment.h"
+#include "ddp/transport/shm/shm_segment.h"
 
 namespace drivetrain::ddp {
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "ddp/transport/shm_segment.h"
+#include "ddp/transport/shm/shm_segment.h"
 
 namespace drivetrain::ddp {
 namespace {

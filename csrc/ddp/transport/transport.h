@@ -15,7 +15,7 @@
 #include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/rank_sum.h"
 #include "ddp/transport/tag_board.h"
-#include "ddp/transport/wire_format.h"
+#include "ddp/transport/torch/wire_format.h"
 
 namespace drivetrain::ddp {
 
@@ -170,7 +170,7 @@ struct ShmOptions {
 // all ranks, and why_not() says why. allocate() may still find this.
 std::unique_ptr<Comm> make_shm_comm(const ShmOptions& options);
 
-// NCCL's functions (ddp/transport/nccl_api.h); empty in a build without NCCL.
+// NCCL's functions (ddp/transport/nccl/nccl_api.h); empty in a build without NCCL.
 struct NcclApi;
 
 // Looks the functions up in the library that the process has loaded, else in the one at that path ("": the system's).

@@ -19,7 +19,7 @@
 #include "base/check.h"
 #include "base/current_stream.h"
 #include "base/torch_text.h"
-#include "ddp/transport/nccl_communicator.h"
+#include "ddp/transport/nccl/nccl_communicator.h"
 #include "ddp/transport/profiler_record.h"
 #include "ddp/transport/range_calls.h"
 #include "ddp/transport/transport.h"

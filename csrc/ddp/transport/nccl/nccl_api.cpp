@@ -1,5 +1,5 @@
 // Opens libnccl.so.2 and looks up its functions.
-#include "ddp/transport/nccl_api.h"
+#include "ddp/transport/nccl/nccl_api.h"
 
 #include <dlfcn.h>
 #include <link.h>

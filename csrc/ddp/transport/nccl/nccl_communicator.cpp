@@ -1,5 +1,5 @@
 // Implements the NCCL communicator: bootstrap, groups, registered memory and the polling thread.
-#include "ddp/transport/nccl_communicator.h"
+#include "ddp/transport/nccl/nccl_communicator.h"
 
 #include <cuda_runtime_api.h>
 

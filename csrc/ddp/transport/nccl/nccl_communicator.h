@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "ddp/transport/nccl_api.h"
+#include "ddp/transport/nccl/nccl_api.h"
 
 namespace drivetrain::ddp {
 

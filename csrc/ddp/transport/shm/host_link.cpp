@@ -1,5 +1,5 @@
 // Implements the sums over hosts of the transport through shared memory.
-#include "ddp/transport/host_link.h"
+#include "ddp/transport/shm/host_link.h"
 
 #include <ATen/ops/from_blob.h>
 

@@ -10,7 +10,7 @@
 #include <memory>
 #include <utility>
 
-#include "ddp/transport/shm_exchange.h"
+#include "ddp/transport/shm/shm_exchange.h"
 #include "ddp/transport/transport.h"
 
 namespace drivetrain::ddp {

@@ -15,12 +15,12 @@
 
 #include "base/check.h"
 #include "ddp/transport/cores.h"
-#include "ddp/transport/host_link.h"
 #include "ddp/transport/peer_process.h"
 #include "ddp/transport/profiler_record.h"
 #include "ddp/transport/renumbered_ranges.h"
-#include "ddp/transport/shm_exchange.h"
-#include "ddp/transport/shm_segment.h"
+#include "ddp/transport/shm/host_link.h"
+#include "ddp/transport/shm/shm_exchange.h"
+#include "ddp/transport/shm/shm_segment.h"
 #include "ddp/transport/transport.h"
 
 namespace drivetrain::ddp {

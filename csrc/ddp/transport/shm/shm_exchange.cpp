@@ -1,5 +1,5 @@
 // Implements the protocol of shm_exchange.h: claims of chunks, sums and waits.
-#include "ddp/transport/shm_exchange.h"
+#include "ddp/transport/shm/shm_exchange.h"
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "ddp/transport/shm_segment.h"
+#include "ddp/transport/shm/shm_segment.h"
 
 namespace drivetrain::ddp {
 // Chunks of an operation that are done. Named outside the anonymous namespace, as SharedState has fields of it.

@@ -13,7 +13,7 @@
 
 #include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/rank_sum.h"
-#include "ddp/transport/shm_residency.h"
+#include "ddp/transport/shm/shm_residency.h"
 
 namespace drivetrain::ddp {
 

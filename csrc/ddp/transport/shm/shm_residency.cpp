@@ -1,5 +1,5 @@
 // Bounds resident memory by madvise on ranges of granules.
-#include "ddp/transport/shm_residency.h"
+#include "ddp/transport/shm/shm_residency.h"
 
 #include <sys/mman.h>
 

@@ -1,5 +1,5 @@
 // Implements shared memory on memfd and mmap.
-#include "ddp/transport/shm_segment.h"
+#include "ddp/transport/shm/shm_segment.h"
 
 #include <fcntl.h>
 #include <pthread.h>

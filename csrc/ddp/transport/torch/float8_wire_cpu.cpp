@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ddp/transport/float8_wire.h"
+#include "ddp/transport/torch/float8_wire.h"
 #include "formats/float8.h"
 
 namespace drivetrain::ddp::DRIVETRAIN_ISA {

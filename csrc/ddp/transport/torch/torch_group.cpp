@@ -1,5 +1,5 @@
 // Implements the transport over any torch process group.
-#include "ddp/transport/torch_group.h"
+#include "ddp/transport/torch/torch_group.h"
 
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "ddp/transport/torch_scatter.h"
+#include "ddp/transport/torch/torch_scatter.h"
 
 namespace drivetrain::ddp {
 namespace {

@@ -1,5 +1,5 @@
 // Implements the reduce-scatter over a gloo process group.
-#include "ddp/transport/torch_scatter.h"
+#include "ddp/transport/torch/torch_scatter.h"
 
 #include <algorithm>
 #include <cstring>

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "ddp/transport/rank_sum.h"
-#include "ddp/transport/two_exchanges.h"
+#include "ddp/transport/torch/two_exchanges.h"
 
 namespace drivetrain::ddp {
 

@@ -1,5 +1,5 @@
 // Implements the common part of reduce-scatters over a process group.
-#include "ddp/transport/two_exchanges.h"
+#include "ddp/transport/torch/two_exchanges.h"
 
 #include <ATen/ops/empty.h>
 

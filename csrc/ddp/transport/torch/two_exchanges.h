@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "ddp/transport/torch_group.h"
+#include "ddp/transport/torch/torch_group.h"
 
 namespace drivetrain::ddp {
 

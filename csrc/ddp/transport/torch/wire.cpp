@@ -14,9 +14,9 @@
 #include <utility>
 
 #include "base/check.h"
-#include "ddp/transport/torch_group.h"
-#include "ddp/transport/wire_format.h"
-#include "ddp/transport/wire_scatter.h"
+#include "ddp/transport/torch/torch_group.h"
+#include "ddp/transport/torch/wire_format.h"
+#include "ddp/transport/torch/wire_scatter.h"
 
 namespace drivetrain::ddp {
 namespace {

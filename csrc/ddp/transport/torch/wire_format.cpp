@@ -1,12 +1,12 @@
 // Chooses the kernels of wire formats, and keeps rounding errors from one transfer to the next.
-#include "ddp/transport/wire_format.h"
+#include "ddp/transport/torch/wire_format.h"
 
 #include <functional>
 #include <iterator>
 
 #include "base/cpu_isa.h"
-#include "ddp/transport/float8_wire.h"
 #include "ddp/transport/rank_sum.h"
+#include "ddp/transport/torch/float8_wire.h"
 
 namespace drivetrain::ddp {
 namespace {

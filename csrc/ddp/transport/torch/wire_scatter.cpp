@@ -1,5 +1,5 @@
 // Implements the reduce-scatter that rounds float32 values for the wire.
-#include "ddp/transport/wire_scatter.h"
+#include "ddp/transport/torch/wire_scatter.h"
 
 #include <ATen/ops/empty.h>
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "ddp/transport/rank_ranges.h"
-#include "ddp/transport/two_exchanges.h"
-#include "ddp/transport/wire_format.h"
+#include "ddp/transport/torch/two_exchanges.h"
+#include "ddp/transport/torch/wire_format.h"
 
 namespace drivetrain::ddp {
 

@@ -309,6 +309,8 @@ def test_a_long_restore_reads_in_parts_and_reports(
     make_step(model, optimizer)
     with caplog.at_level(logging.INFO, "drivetrain"), Checkpointer(tmp_path, model=model, optimizer=optimizer):
         torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=0)
+    told = [record.message.split()[0] for record in caplog.records]
+    assert told[:2] == ["loading", "loaded"]
     assert "loaded 0.0 GiB from" in caplog.text
 
 

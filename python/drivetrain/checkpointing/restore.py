@@ -171,6 +171,8 @@ def _load(checkpoint: Checkpoint, rank: int, training: TrainingState) -> tuple[J
     is_told = rank == 0 and total >= _SHOWN_FROM_BYTES
     columns = "loading {task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     is_hidden = not (is_told and console.is_terminal)
+    if is_told:
+        _logger.info("loading %.1f GiB from %s", total / 2**30, checkpoint.path)
     with Progress(
         *columns, console=console, transient=True, disable=is_hidden, redirect_stdout=False, redirect_stderr=False
     ) as bar:

@@ -27,6 +27,7 @@ from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import control_block, hang_reports
 from drivetrain.ddp.control_block import ControlBlock
 from drivetrain.frames import stack_of
+from polling import wait_until
 from ranks import RankPool
 from warm import WarmScript
 
@@ -78,13 +79,6 @@ def reports(tell_wrappers: bool = False) -> Iterator[list[str]]:
 
 def watching_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "drivetrain-watch"]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def line_at(report: str) -> str:
@@ -412,6 +406,18 @@ def test_a_waiting_rank_of_1024_reads_its_own_host_and_summaries() -> None:
     assert store.num_read == 8 + 127
 
 
+class SlowToEnd(threading.Thread):
+    def run(self) -> None:
+        super().run()
+        time.sleep(0.2)
+
+
+def test_a_question_may_follow_an_answer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = blocks_of_ranks(2, 2, beat_s=60)
+    monkeypatch.setattr(threading, "Thread", SlowToEnd)
+    assert all(made[0].read() for _ in range(3))
+
+
 def test_ranks_that_end_over_another_ranks_end_are_named_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _, made = blocks_of_ranks(8, 8, beat_s=60)
     for rank in (1, 2, 3, 4, 5, 7):
@@ -523,7 +529,7 @@ def threads_come_and_go() -> None:
     assert len(watching_threads()) == 1
     del models, off
     gc.collect()
-    wait_until(lambda: watching_threads() == [])
+    wait_until(lambda: watching_threads() == [], "end of the watching threads")
     again = DDP(blocks(), report_hang_after=float("inf"))
     assert watching_threads() == []
     del again
@@ -586,7 +592,7 @@ def slow_rank(transport: str) -> list[float]:
     delays: list[float] = []
     if dist.get_rank() == 0:  # alone
         time.sleep(LIMIT_S / 2)
-        wait_until(lambda: not any(map(math.isnan, model.stragglers())))
+        wait_until(lambda: not any(map(math.isnan, model.stragglers())), "wait of every rank")
         delays = model.stragglers()
     dist.barrier()
     return delays

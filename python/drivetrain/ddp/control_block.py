@@ -101,7 +101,7 @@ class ControlBlock:
         self.last: list[RankRecord | None] = [None] * len(ranks)  # of this host's ranks, and of those fetched
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._asking: threading.Thread | None = None
+        self._is_asking = False
 
     def publish(self, record: RankRecord) -> None:
         """Writes this rank's record, and its host's summary if that is its task."""
@@ -224,22 +224,25 @@ class ControlBlock:
             return None
         with self._lock:
             store, answers = self._store, queue.SimpleQueue[R | None]()
-            if store is None or (self._asking is not None and self._asking.is_alive()):
+            if store is None or self._is_asking:
                 return None
 
             def ask() -> None:
+                answer = None
                 try:
                     if _has_hung_up(store):
                         raise ConnectionError("its server has closed the connection")
-                    answers.put(question(store))
+                    answer = question(store)
                 except Exception as error:
                     _logger.debug("the process group's store has failed, each rank watches on alone: %s", error)
                     self._store = None
-                    answers.put(None)
+                self._is_asking = False  # before the answer, as the next question may follow at once
+                answers.put(answer)
 
-            self._asking = threading.Thread(target=ask, name="drivetrain-watch-store", daemon=True)
-            _questions.add(self._asking)
-            self._asking.start()
+            self._is_asking = True
+            thread = threading.Thread(target=ask, name="drivetrain-watch-store", daemon=True)
+            _questions.add(thread)
+            thread.start()
             try:
                 return answers.get(timeout=self._timeout_s)
             except queue.Empty:

@@ -313,7 +313,7 @@ class DistributedDataParallel(ReducesOverGroups):
         and no other rank need call this. Published waits are up to a quarter of `report_hang_after` old.
 
         Returns:
-            Seconds for every rank of the process group; nan for ranks that have published nothing.
+            Seconds for every rank of the process group; nan for a rank that has not yet published the wait of a step.
 
         Raises:
             RuntimeError: `report_hang_after` is 0, so that ranks publish nothing.

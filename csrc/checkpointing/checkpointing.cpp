@@ -194,13 +194,12 @@ void register_checkpointing(py::module_& m) {
       .def("chunk", &chunk_of, py::arg("index"), py::arg("timeout_s"))
       .def("replace_chunk", &replace_chunk, py::arg("index"), py::arg("bytes"))
       .def_property_readonly("copy_seconds", &copy_seconds)
-      .def("is_copied", &Snapshot::is_copied, py::arg("index"))
       .def(
           "wait_copied",
-          [](const Snapshot& snapshot, const std::vector<size_t>& indices, double timeout_s) {
-            return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_copied(indices, slice_s); });
+          [](const Snapshot& snapshot, double timeout_s) {
+            return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_copied(slice_s); });
           },
-          py::arg("indices"), py::arg("timeout_s"))
+          py::arg("timeout_s"))
       .def("write", &write, py::arg("path"), py::arg("direct"), py::arg("num_threads"), py::arg("nice"))
       .def("wait_written", &wait_written, py::arg("timeout_s"))
       .def("abandon", &Snapshot::abandon)

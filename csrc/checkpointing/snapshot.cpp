@@ -32,9 +32,10 @@ struct FilePart {
   std::atomic<int64_t> chunks_left;
 
   FilePart(int64_t at, Source from)
-      : begin(at), end(at + from.bytes.size()), source(std::move(from)), chunks_left(num_chunks()) {}
-
-  int64_t num_chunks() const { return begin == end ? 0 : (end - 1) / kChunkBytes - begin / kChunkBytes + 1; }
+      : begin(at),
+        end(at + from.bytes.size()),
+        source(std::move(from)),
+        chunks_left(begin == end ? 0 : (end - 1) / kChunkBytes - begin / kChunkBytes + 1) {}
 };
 
 struct Snapshot::State {
@@ -52,9 +53,9 @@ struct Snapshot::State {
   std::mutex mutex;
   std::condition_variable changed;
   // The mutex guards the rest.
-  std::vector<bool> part_is_copied, chunk_is_copied;
+  std::vector<bool> chunk_is_copied;
   std::vector<bool> chunk_is_replaced;  // empty if none will be
-  int64_t chunks_copied = 0, sources_left = 0;
+  int64_t chunks_copied = 0;
   double copy_seconds = -1;
   int writers = 0;
   bool is_written = false;
@@ -63,7 +64,6 @@ struct Snapshot::State {
 
   void copy_chunks();
   void copy_chunk(int64_t chunk);
-  void end_part(size_t index);
   void write_chunks();
   bool wait_for_chunks(int64_t begin, int64_t end);
   void end_writer();
@@ -80,7 +80,6 @@ void Snapshot::State::copy_chunk(int64_t chunk) {
   uint32_t checksum = 0;
   const auto after = [](int64_t at, const std::unique_ptr<FilePart>& part) { return at < part->end; };
   auto next = std::upper_bound(parts.begin(), parts.end(), first, after);
-  std::vector<size_t> ended;
   for (; next != parts.end() && (*next)->begin < last; ++next) {
     FilePart& part = **next;
     const int64_t begin = std::max(first, part.begin), end = std::min(last, part.end);
@@ -93,22 +92,15 @@ void Snapshot::State::copy_chunk(int64_t chunk) {
       from.copy(to, begin - part.begin, end - part.begin);
       checksum = crc32c(checksum, to, end - begin);
     }
-    if (part.chunks_left.fetch_sub(1) == 1) ended.push_back(next - parts.begin());
+    if (part.chunks_left.fetch_sub(1) == 1) part.source.owner.reset();
   }
   checksums[chunk] = checksum;
-  for (const size_t index : ended) end_part(index);
   const std::lock_guard lock(mutex);
   chunk_is_copied[chunk] = true;
-  if (++chunks_copied == num_chunks) release_if_idle();
-  changed.notify_all();
-}
-
-void Snapshot::State::end_part(size_t index) {
-  parts[index]->source.owner.reset();
-  const std::lock_guard lock(mutex);
-  part_is_copied[index] = true;
-  // The header does not count: who waits for all tensors may then ask at once how long they took.
-  if (index > 0 && --sources_left == 0) copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
+  if (++chunks_copied == num_chunks) {
+    copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
+    release_if_idle();
+  }
   changed.notify_all();
 }
 
@@ -193,17 +185,9 @@ Snapshot::Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<So
   state.checksums.resize(state.num_chunks);
   state.chunk_is_copied.resize(state.num_chunks);
   if (replaces_chunks) state.chunk_is_replaced.resize(state.num_chunks);
-  state.part_is_copied.resize(state.parts.size());
-  for (size_t i = 0; i < state.parts.size(); ++i) {
-    FilePart& part = *state.parts[i];
-    if (part.num_chunks() > 0) {
-      state.sources_left += i > 0;
-    } else {
-      state.part_is_copied[i] = true;
-      part.source.owner.reset();
-    }
+  for (const auto& part : state.parts) {
+    if (part->begin == part->end) part->source.owner.reset();
   }
-  if (state.sources_left == 0) state.copy_seconds = 0;
   const int64_t padded = (state.nbytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
   state.pages = slab.lend(padded);
   std::memset(state.pages->begin() + state.nbytes, 0, padded - state.nbytes);
@@ -260,27 +244,17 @@ void Snapshot::replace_chunk(int64_t index, const void* bytes) {
   state_->changed.notify_all();
 }
 
-bool Snapshot::is_copied(size_t source) const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->part_is_copied.at(source + 1);
-}
-
 // Copies as well, because the threads of low priority may get no core for long while others want all of them.
-bool Snapshot::wait_copied(const std::vector<size_t>& sources, double timeout_s) const {
+bool Snapshot::wait_copied(double timeout_s) const {
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
-  const auto are_copied = [&] {
-    return std::all_of(sources.begin(), sources.end(), [&](size_t i) { return state_->part_is_copied.at(i + 1); });
-  };
-  std::unique_lock lock(state_->mutex);
-  while (!are_copied() && Clock::now() < deadline) {
+  while (Clock::now() < deadline) {
     const int64_t chunk = state_->next_to_copy.fetch_add(1);
     if (chunk >= state_->num_chunks) break;
-    lock.unlock();
     state_->copy_chunk(chunk);
-    lock.lock();
   }
-  return state_->changed.wait_until(lock, deadline, are_copied);
+  std::unique_lock lock(state_->mutex);
+  return state_->changed.wait_until(lock, deadline, [&] { return state_->chunks_copied == state_->num_chunks; });
 }
 
 double Snapshot::copy_seconds() const {

@@ -32,10 +32,9 @@ class Snapshot {
   Snapshot& operator=(const Snapshot&) = delete;
 
   int64_t nbytes() const;
-  bool is_copied(size_t source) const;
   // Returns false if the sources are not copied in time.
-  bool wait_copied(const std::vector<size_t>& sources, double timeout_s) const;
-  // Returns the seconds from the construction until the last source was copied; negative before.
+  bool wait_copied(double timeout_s) const;
+  // Returns the seconds from the construction until all sources were copied; negative before.
   double copy_seconds() const;
 
   int64_t num_chunks() const;

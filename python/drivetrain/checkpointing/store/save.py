@@ -60,7 +60,6 @@ class Save:
         self._is_encrypted = is_encrypted
         self._header, order = encode_header(kept)
         self._tensors: list[Tensor] | None = [kept[name] for name in order]
-        self._num_tensors = len(order)
         self._snapshot: Snapshot | None = None
         self._copy_began, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -93,7 +92,7 @@ class Save:
         deadline = time.monotonic() + timeout
         began = self._copy_began.wait(timeout)
         if self._snapshot is not None:
-            began = self._snapshot.wait_copied(list(range(self._num_tensors)), max(0.0, deadline - time.monotonic()))
+            began = self._snapshot.wait_copied(max(0.0, deadline - time.monotonic()))
         if not began:
             raise CheckpointError(
                 f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "

@@ -1,4 +1,4 @@
-// Reads and restores random states and autocast; see ambient.h.
+// Reads and restores random states, autocast and switches; see ambient.h.
 #include "recompute/ambient.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -120,6 +120,36 @@ void Autocast::set() const {
     at::autocast::set_autocast_dtype(type, devices_[i].dtype);
   }
   at::autocast::set_autocast_cache_enabled(is_cache_enabled_);
+}
+
+Switches Switches::now() {
+  const at::Context& context = at::globalContext();
+  Switches switches;
+  switches.is_onednn_enabled_ = context.userEnabledMkldnn();
+  switches.is_deterministic_ = context.deterministicAlgorithms();
+  switches.only_warns_ = context.deterministicAlgorithmsWarnOnly();
+  try {
+    switches.matmul_precision_ = context.float32MatmulPrecision();
+  } catch (const c10::Error&) {  // the script has set backends one by one
+  }
+  return switches;
+}
+
+void Switches::set() const {
+  at::Context& context = at::globalContext();
+  context.setUserEnabledMkldnn(is_onednn_enabled_);
+  context.setDeterministicAlgorithms(is_deterministic_, only_warns_);
+  if (!matmul_precision_) return;
+  constexpr std::array kNames = {"highest", "high", "medium"};  // by at::Float32MatmulPrecision
+  context.setFloat32MatmulPrecision(kNames.at(static_cast<size_t>(*matmul_precision_)));
+}
+
+SwitchesGuard::SwitchesGuard(const Switches& switches) : before_(Switches::now()), is_set_(before_ != switches) {
+  if (is_set_) switches.set();
+}
+
+SwitchesGuard::~SwitchesGuard() {
+  if (is_set_) before_.set();
 }
 
 AutocastGuard::AutocastGuard(const Autocast& autocast) : before_(Autocast::now()) {

@@ -1,6 +1,8 @@
-// Declares the ambient state of a function call, which a recomputation restores: random states and autocast.
+// Declares the ambient state of a function call, which a recomputation restores: random states, autocast, and switches
+// that choose kernels.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/MT19937RNGEngine.h>
 #include <ATen/core/Tensor.h>
@@ -65,6 +67,33 @@ class Autocast {
   };
   std::array<DeviceSetting, at::autocast::_AUTOCAST_SUPPORTED_DEVICES.size()> devices_;
   bool is_cache_enabled_;
+};
+
+// Switches of the whole process that choose the kernels of an operation.
+class Switches {
+ public:
+  static Switches now();
+  void set() const;
+  bool operator==(const Switches&) const = default;
+
+ private:
+  bool is_onednn_enabled_;
+  bool is_deterministic_;
+  bool only_warns_;                                             // of operations that are not deterministic
+  std::optional<at::Float32MatmulPrecision> matmul_precision_;  // none: torch's settings for backends differ
+};
+
+// Sets switches as long as the object lives, if they differ from the current ones.
+class SwitchesGuard {
+ public:
+  explicit SwitchesGuard(const Switches& switches);
+  ~SwitchesGuard();
+  SwitchesGuard(const SwitchesGuard&) = delete;
+  SwitchesGuard& operator=(const SwitchesGuard&) = delete;
+
+ private:
+  const Switches before_;
+  const bool is_set_;
 };
 
 // Sets the autocast state of this thread as long as the object lives.

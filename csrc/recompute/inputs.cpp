@@ -20,6 +20,24 @@ bool is_capsule(PyObject* object) { return PyCapsule_IsValid(object, kTensorInde
 
 size_t index_in(PyObject* capsule) { return reinterpret_cast<size_t>(PyCapsule_GetPointer(capsule, kTensorIndex)) - 1; }
 
+// Returns a shallow copy. An instance of a subclass makes it itself, or gets its attributes without its own methods.
+py::object copy_of(PyObject* object) {
+  if (PyList_CheckExact(object)) return py::list();
+  if (PyDict_CheckExact(object)) return py::dict();
+  const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(object)));
+  static const auto* copy = new py::object(py::module_::import("copy").attr("copy"));  // leaked: it may outlive Python
+  try {
+    py::object made = (*copy)(py::handle(object));
+    if (py::type::of(made).is(type) && !made.is(py::handle(object))) return made;
+  } catch (const py::error_already_set&) {  // a method of the class has raised
+  }
+  py::object made = type.attr("__new__")(type);
+  if (PyObject_HasAttrString(object, "__dict__") != 0) {
+    made.attr("__dict__").attr("update")(py::handle(object).attr("__dict__"));
+  }
+  return made;
+}
+
 // Copies a nested structure and replaces each leaf with leaf(object).
 template <class Leaf>
 py::object with_leaves(PyObject* object, const Leaf& leaf) {
@@ -31,18 +49,26 @@ py::object with_leaves(PyObject* object, const Leaf& leaf) {
     }
     return copy;
   }
-  if (!PyList_CheckExact(object) && !PyDict_CheckExact(object)) return leaf(object);
+  if (!PyList_Check(object) && !PyDict_Check(object)) return leaf(object);
   if (Py_EnterRecursiveCall(" in the arguments of a checkpointed function") != 0) throw py::error_already_set();
   const struct Leave {
     ~Leave() { Py_LeaveRecursiveCall(); }
   } leave;
-  if (PyList_CheckExact(object)) {
-    py::list copy;
-    for (py::handle item : py::reinterpret_borrow<py::list>(object)) copy.append(with_leaves(item.ptr(), leaf));
+  const py::object copy = copy_of(object);
+  // A subclass may replace the methods that read and write its items, so Python's own functions do.
+  if (PyList_Check(object)) {
+    py::list items;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
+      items.append(with_leaves(PyList_GET_ITEM(object, i), leaf));
+    }
+    if (PyList_SetSlice(copy.ptr(), 0, PyList_GET_SIZE(copy.ptr()), items.ptr()) != 0) throw py::error_already_set();
     return copy;
   }
-  py::dict copy;
-  for (auto [key, value] : py::reinterpret_borrow<py::dict>(object)) copy[key] = with_leaves(value.ptr(), leaf);
+  Py_ssize_t position = 0;
+  PyObject *key = nullptr, *value = nullptr;
+  while (PyDict_Next(object, &position, &key, &value)) {
+    if (PyDict_SetItem(copy.ptr(), key, with_leaves(value, leaf).ptr()) != 0) throw py::error_already_set();
+  }
   return copy;
 }
 
@@ -53,11 +79,11 @@ std::string path_to(size_t index, PyObject* object, const std::string& name) {
     return path_to(index, value.ptr(), text(name, "[", py::repr(key).cast<std::string>(), "]"));
   };
   std::string path;
-  if (PyDict_CheckExact(object)) {
+  if (PyDict_Check(object)) {
     for (auto [key, value] : py::reinterpret_borrow<py::dict>(object)) {
       if (path.empty()) path = below(key, value);
     }
-  } else if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) {
+  } else if (PyTuple_CheckExact(object) || PyList_Check(object)) {
     const auto items = py::reinterpret_borrow<py::sequence>(object);
     for (size_t i = 0; i < items.size() && path.empty(); ++i) path = below(py::int_(i), items[i]);
   }

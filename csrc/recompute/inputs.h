@@ -12,8 +12,8 @@
 namespace drivetrain::recompute {
 
 // Keeps tensors as autograd's saved variables, so that saved-tensor hooks in force, such as hooks of an outer
-// checkpoint, apply to them. Finds tensors in nested tuples, lists and dicts, and copies lists and dicts. The GIL must
-// be held.
+// checkpoint, apply to them. Finds tensors in nested tuples, lists and dicts, and copies lists and dicts, also of
+// subclasses. The GIL must be held.
 class Inputs {
  public:
   Inputs(pybind11::tuple args, pybind11::dict kwargs);

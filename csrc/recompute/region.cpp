@@ -142,6 +142,7 @@ CheckpointRegion::CheckpointRegion(py::object function, py::tuple args, py::dict
       options_(options),
       random_states_(options.preserve_rng_state ? std::optional(RandomStates::now()) : std::nullopt),
       autocast_(Autocast::now()),
+      switches_(Switches::now()),
       group_(py::none()) {}
 
 py::object CheckpointRegion::run(py::object function, py::tuple args, py::dict kwargs, RegionOptions options) {
@@ -225,6 +226,7 @@ void CheckpointRegion::Recomputation::call_function(const std::shared_ptr<Recomp
   const auto [args, kwargs] = region_->inputs_->get();  // may recompute an outer region
   const RandomStatesGuard random_states(region_->random_states_ ? &*region_->random_states_ : nullptr);
   const AutocastGuard autocast(region_->autocast_);
+  const SwitchesGuard switches(region_->switches_);
   const at::AutoGradMode grad_mode(true);
   const HooksGuard hooks(&pack_method, capsule(self, kRecomputation), &unpack_method);
   const auto result =

@@ -84,6 +84,7 @@ class CheckpointRegion : public std::enable_shared_from_this<CheckpointRegion> {
   const RegionOptions options_;
   const std::optional<RandomStates> random_states_;
   const Autocast autocast_;
+  const Switches switches_;
   std::vector<SavedMetadata> saved_;
   bool has_ended_ = false;  // the forward
   std::string failure_;     // the error of the forward; empty: none

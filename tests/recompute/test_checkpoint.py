@@ -1,5 +1,6 @@
 """Tests that drivetrain.checkpoint gives the bits of plain calls, with the same operations as torch's checkpoint."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -7,7 +8,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -122,6 +123,71 @@ def test_containers_are_given_as_they_were_found() -> None:
     out.sum().backward()
     assert notes == ["before", "during", "after"]
     assert more == {"a": [1, 2]}
+
+
+class Strict(dict[str, Any]):
+    """Has items that its own methods do not show."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise AssertionError("the script's code alone may call this")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+
+class Stack(list[Any]):
+    note = ""
+
+
+def test_containers_of_subclasses_are_given_as_they_were_found() -> None:
+    def function(cache: Any, stack: Any) -> Tensor:
+        x = cache["x"]
+        y = stack.pop() * x
+        dict.__setitem__(cache, "x", x.detach() * 100)
+        return y.exp().sin()
+
+    for make in (collections.OrderedDict, functools.partial(collections.defaultdict, list), Strict):
+        x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
+        grads = []
+        for call in (checkpoint, plain):
+            cache, stack = make({"x": x}), Stack([y])
+            stack.note = "attribute"
+            grads.append(list(torch.autograd.grad(call(function, cache, stack).sum(), (x, y))))
+            assert len(stack) == 0
+            assert dict.__getitem__(cache, "x") is not x
+        assert_same(*grads)
+
+
+def test_a_recomputation_has_the_switches_of_its_forward() -> None:
+    def switches() -> tuple[bool, str, bool]:
+        return (
+            torch._C._get_mkldnn_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(switches())
+        return x.exp().sin()
+
+    seen: list[tuple[bool, str, bool]] = []
+    before = switches()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True)
+        torch._C._set_mkldnn_enabled(False)
+        loss = checkpoint(function, torch.randn(3, requires_grad=True)).sum()
+        torch._C._set_mkldnn_enabled(before[0])
+        torch.set_float32_matmul_precision("high")
+        torch.use_deterministic_algorithms(False)
+        now = switches()
+        loss.backward()
+        assert switches() == now
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.use_deterministic_algorithms(before[2])
+    assert seen == [(False, "medium", True)] * 2
 
 
 # ---- Kinds of backward.

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -16,6 +17,7 @@ from drivetrain.budget.plan import PlannedOp
 from drivetrain.budget.trace import Recording, profile
 
 Step = Callable[[], object]
+ABOVE = pytest.mark.filterwarnings("ignore:activation_budget. a step keeps:RuntimeWarning")  # on purpose
 
 
 class Block(nn.Module):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from models import (
+    ABOVE,
     MODELS,
     Run,
     Step,
@@ -152,6 +153,7 @@ def test_bits_and_bytes_within_a_budget(name: str, share: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["everything forgotten", "everything kept", "80%"])
+@ABOVE
 def test_every_kind_of_backward(way: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softplus(), nn.LayerNorm(8))
@@ -219,6 +221,7 @@ def test_a_step_on_another_path_is_right() -> None:
     assert any("took different paths" in note for note in plan.notes)
 
 
+@ABOVE
 def test_other_sizes_than_the_profiled_are_right(gpt: tuple[nn.Module, Step]) -> None:
     model, step = gpt
     shapes = [(1, 5), (3, 30), (2, 1)]
@@ -335,6 +338,7 @@ def test_tensors_that_wait_on_the_host() -> None:
         drivetrain.activation_budget(model, step, "50%", offload="much")
 
 
+@ABOVE
 def test_noted_only_operations_are_kept_when_steps_part_again(gpt: tuple[nn.Module, Step]) -> None:
     model, step = gpt
     expected = gradients(model, step)

@@ -2,7 +2,7 @@
 
 import torch
 import torch.utils.checkpoint
-from models import Step, ask_all_hooks, assert_same_bits, gradients
+from models import ABOVE, Step, ask_all_hooks, assert_same_bits, gradients
 from torch import Tensor, nn
 
 import drivetrain
@@ -32,6 +32,7 @@ def hooked_and_unhooked(loss: Tensor) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+@ABOVE
 def test_hooks_do_not_see_what_is_kept_as_it_is(gpt: tuple[nn.Module, Step]) -> None:
     model, step = gpt
     expected = gradients(model, step)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import ABOVE
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -145,6 +146,7 @@ def hooks_on(weight: Tensor) -> bool:
 # While a generator is freed, Python prints an exception and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("where", NUM_MOMENTS)
+@ABOVE
 def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
     x = torch.randn(16, 32)
     expected = gradients(model, step)

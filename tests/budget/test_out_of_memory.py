@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.utils.checkpoint
-from models import MODELS, Gpt, Run, Step, assert_same_bits, fill_free_memory, gradients
+from models import ABOVE, MODELS, Gpt, Run, Step, assert_same_bits, fill_free_memory, gradients
 from torch import Tensor, nn
 
 import drivetrain
@@ -84,9 +84,7 @@ def test_gradients_before_the_first_saved_tensor_are_put_back_too() -> None:
     once = {name: param.grad.clone() for name, param in model.named_parameters()}
     drivetrain.activation_budget(model, step, 10**9)
     assert calls == 3
-    assert_same_bits(
-        {name: param.grad for name, param in model.named_parameters()}, {k: 2 * v for k, v in once.items()}
-    )
+    assert_same_bits({name: param.grad for name, param in model.named_parameters()}, once)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func.jvp
@@ -119,7 +117,7 @@ def test_a_transform_inside_a_pass_that_does_not_fit() -> None:
     expected = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
     drivetrain.activation_budget(model, step, 10**9)
-    assert_same_bits({name: param.grad for name, param in model.named_parameters()}, expected)
+    assert_same_bits(gradients(model, step), expected)
 
 
 def test_a_graph_that_is_left_of_a_step_that_did_not_fit_keeps_nothing(gpt: tuple[nn.Module, Step]) -> None:
@@ -179,6 +177,7 @@ except RuntimeError as error:
     print(error)
 model.zero_grad()
 plan = drivetrain.activation_budget(model, step, "30MiB")
+step()
 assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), expected, strict=True))
 for _ in range(3):
     model.zero_grad()
@@ -228,6 +227,7 @@ def test_gradients_and_random_states_are_as_before_a_step_that_did_not_fit(gpt: 
 
     plan = drivetrain.activation_budget(model, fails_once, "40%")
     assert calls == 3  # with everything saved, with nothing saved, and under the plan
+    accumulate()
     assert_same_bits({name: param.grad for name, param in model.named_parameters()}, expected)
     assert plan.measured_bytes is not None
     assert 0.9 * plan.budget_bytes <= plan.measured_bytes <= plan.budget_bytes
@@ -246,6 +246,7 @@ def test_a_profile_that_does_not_fit_says_what_to_do(gpt: tuple[nn.Module, Step]
     assert not model._forward_pre_hooks
 
 
+@ABOVE
 def test_a_plan_of_half_a_batch_is_one_of_the_whole() -> None:
     torch.manual_seed(0)
     model = Gpt(width=64)

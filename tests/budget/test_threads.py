@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from models import Gpt, ResNet, Step, assert_same_bits, forget_all, gradients
+from models import ABOVE, Gpt, ResNet, Step, assert_same_bits, forget_all, gradients
 from torch import Tensor, nn
 
 import drivetrain
@@ -90,9 +90,6 @@ def under_ddp(ddp: type[nn.Module], steps: int, fits: bool) -> None:
     assert plan.measured_bytes is not None
     assert plan.measured_bytes <= plan.budget_bytes
     assert len(plan.notes) == (not fits)
-    for _ in range(calls):
-        plain.zero_grad()
-        plain(x).backward()
     for _ in range(steps):
         for one in (wrapped, plain):
             one.zero_grad()
@@ -154,6 +151,7 @@ def test_a_collective_inside(on_ranks: Callable[..., list[Any]]) -> None:
 
 @pytest.mark.usefixtures("threads_switch_often")
 @pytest.mark.parametrize("share", ["50%", "200%"])
+@ABOVE
 def test_threads_that_share_a_model(gpt: tuple[nn.Module, Step], share: str) -> None:
     model, step = gpt
     plan = drivetrain.activation_budget(model, step, share)

@@ -25,9 +25,11 @@ void MemoryTracker::add(int64_t bytes) {
 
 void MemoryTracker::add_locked(int64_t bytes) {
   live_bytes_ += bytes;
-  if (live_bytes_ <= peak_bytes_) return;
-  if (unhooked_.size() <= kFew || live_bytes_ > next_check_bytes_) forget_freed();
+  if (live_bytes_ <= std::min(peak_bytes_, limit_bytes_)) return;
+  const bool is_first_above = live_bytes_ > limit_bytes_ && exceeding_bytes_ == 0;
+  if (unhooked_.size() <= kFew || live_bytes_ > next_check_bytes_ || is_first_above) forget_freed();
   peak_bytes_ = std::max(peak_bytes_, live_bytes_);
+  if (live_bytes_ > limit_bytes_) exceeding_bytes_ = std::max(exceeding_bytes_, live_bytes_);
 }
 
 void MemoryTracker::add_unhooked(const Tape& tape, c10::weak_intrusive_ptr<c10::StorageImpl> storage, int64_t bytes) {
@@ -79,6 +81,21 @@ int64_t MemoryTracker::live_bytes() {
 int64_t MemoryTracker::peak_bytes() const {
   const Lock lock(mutex_);
   return peak_bytes_;
+}
+
+void MemoryTracker::set_limit(int64_t bytes) {
+  const Lock lock(mutex_);
+  limit_bytes_ = bytes;
+}
+
+void MemoryTracker::begin_step() {
+  const Lock lock(mutex_);
+  exceeding_bytes_ = 0;
+}
+
+int64_t MemoryTracker::exceeding_bytes() const {
+  const Lock lock(mutex_);
+  return exceeding_bytes_;
 }
 
 void MemoryTracker::reset() {

@@ -30,6 +30,12 @@ class MemoryTracker {
 
   int64_t live_bytes();
   int64_t peak_bytes() const;  // since reset()
+
+  // Sets the bytes that a step may keep.
+  void set_limit(int64_t bytes);
+  void begin_step();
+  // Returns the most bytes that the step has kept, if they are above the limit, else 0.
+  int64_t exceeding_bytes() const;
   void reset();
 
   void count_replay(double seconds);
@@ -58,6 +64,8 @@ class MemoryTracker {
   int64_t live_bytes_ = 0;
   int64_t next_check_bytes_ = 0;  // the live bytes from which unhooked_ is searched for freed storages again
   int64_t peak_bytes_ = 0;
+  int64_t limit_bytes_ = INT64_MAX;
+  int64_t exceeding_bytes_ = 0;
   int64_t num_replayed_ = 0;
   double replay_seconds_ = 0;
   int64_t num_uses_ = 0;

@@ -38,7 +38,7 @@ RecordedPass::RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_p
                            std::shared_ptr<const StorageFormats> formats, RecordingPurpose purpose,
                            bool compares_checksums, WeakModule model)
     : tracker_(std::move(tracker)),
-      tape_{std::move(plan), /*keeps_arguments=*/purpose != RecordingPurpose::kPlan, {}, {}},
+      tape_{std::move(plan), /*keeps_arguments=*/purpose != RecordingPurpose::kPlan, {}, {}, {}},
       store_(tape_, tracker_, std::move(formats)),
       checks_(tape_, std::move(model)),
       replay_(tape_, store_, checks_, tracker_),

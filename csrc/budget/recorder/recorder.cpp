@@ -1,11 +1,14 @@
 // Starts and ends the recording of passes, and keeps track of those that wait for their backward; see recorder.h.
 #include "budget/recorder/recorder.h"
 
+#include <pybind11/pybind11.h>
+
 #include <algorithm>
 #include <memory>
 #include <mutex>
 #include <utility>
 
+#include "base/check.h"
 #include "budget/recorder/dispatch.h"
 #include "budget/recorder/saved_tensor_hooks.h"
 
@@ -32,6 +35,7 @@ void Recorder::set_plans(std::vector<TapePlan> plans) {
   num_passes_ = 0;
   for (TapePlan& plan : plans) {
     plan.seconds.assign(plan.ops.size(), 0);
+    for (size_t i = 0; i < plan.ops.size(); ++i) plan.by_name[plan.ops[i].name].push_back(static_cast<int32_t>(i));
     plans_.push_back(std::make_shared<TapePlan>(std::move(plan)));
   }
 }
@@ -62,12 +66,14 @@ Recorder::Entry Recorder::enter() {
     if (!RecordedPass::current()->is_closed()) return {EntryKind::kInside, nullptr};
     end_recording();
   }
+  warn_if_exceeded();
   for (std::vector<std::weak_ptr<RecordedPass>>* passes : {&waiting_, &failed_}) {
     std::erase_if(*passes, [](const std::weak_ptr<RecordedPass>& pass) {
       const auto alive = pass.lock();
       return !alive || !alive->is_in_use();
     });
   }
+  if (waiting_.empty()) tracker_->begin_step();
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
   const bool compares_checksums =
@@ -86,6 +92,23 @@ void Recorder::leave(const Entry& entry, bool is_complete) {
   if (entry.kind != EntryKind::kOutermost || !is_recording(entry.pass)) return;  // stop() may have ended it
   end_recording();
   end(entry.pass, is_complete);
+  if (is_complete) warn_if_exceeded();
+}
+
+void Recorder::warn_if_exceeded() {
+  const int64_t kept = tracker_->exceeding_bytes();
+  if (kept == 0 || has_warned_) return;
+  has_warned_ = true;
+  const auto megabytes = [](int64_t bytes) { return text(static_cast<double>(bytes / 10'000) / 100, " MB"); };
+  const std::string why =
+      divergence_.empty()
+          ? "its operations are the planned ones, on larger tensors, or more of its passes wait for one "
+            "backward. Plan on such a step."
+          : text("it took another path than the planned step: ", divergence_,
+                 ". Plan on a batch that takes this path, or with a smaller budget.");
+  const std::string warning = text("activation_budget: a step keeps ", megabytes(kept),
+                                   " for backward, above the budget of ", megabytes(formats_->budget_bytes), ": ", why);
+  if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw pybind11::error_already_set();
 }
 
 void Recorder::end(const std::shared_ptr<RecordedPass>& pass, bool is_complete) {

@@ -57,11 +57,12 @@ class Recorder {
   std::vector<std::shared_ptr<RecordedPass>> take_profiled();
   MemoryTracker& tracker() { return *tracker_; }
   StorageFormats& formats() { return *formats_; }
-  // Describes how the last pass left its plan; empty: it did not.
+  // Describes where the last pass left its plan; empty: nowhere.
   const std::string& divergence() const { return divergence_; }
 
  private:
   bool is_on_this_thread() const;
+  void warn_if_exceeded();
   void end(const std::shared_ptr<RecordedPass>& pass, bool is_complete);
 
   const RecordingPurpose purpose_;
@@ -73,6 +74,7 @@ class Recorder {
   std::vector<std::weak_ptr<RecordedPass>> failed_;   // their graphs may be alive
   std::vector<std::shared_ptr<RecordedPass>> profiled_;
   std::string divergence_;
+  bool has_warned_ = false;
   WeakModule model_;
   int64_t num_passes_ = 0;  // under these plans
 };

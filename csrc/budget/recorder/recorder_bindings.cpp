@@ -32,15 +32,17 @@ RecordingPurpose purpose_named(std::string_view name) {
 
 // The fields of PlannedOp, in the order in which `python/drivetrain/budget/plan.py` names them.
 using PlainPlannedOp = std::tuple<std::string, std::vector<int8_t>, bool, std::optional<uint64_t>, std::vector<bool>,
-                                  std::vector<std::vector<PlannedWrite>>, std::string>;
+                                  std::vector<std::vector<PlannedWrite>>, std::string, std::vector<int32_t>, int64_t>;
 
 std::vector<TapePlan> plans_of(const std::vector<std::vector<PlainPlannedOp>>& plans) {
   std::vector<TapePlan> made;
   for (const auto& plan : plans) {
     std::vector<PlannedOp>& ops = made.emplace_back().ops;
-    for (const auto& [name, formats, is_replayed, unhooked_arguments, unhooked, prefetches, module] : plan) {
-      ops.push_back({name, formats, is_replayed, unhooked_arguments, unhooked, prefetches, module});
+    for (const auto& [name, formats, is_replayed, unhooked_arguments, unhooked, prefetches, module, numbers, kept] :
+         plan) {
+      ops.push_back({name, formats, is_replayed, unhooked_arguments, unhooked, prefetches, module, numbers, kept});
       ops.back().unhooked.resize(formats.size());
+      ops.back().numbers.resize(formats.size());
     }
   }
   return made;
@@ -88,6 +90,8 @@ void register_recorder(py::module_& m) {
           [](Recorder& recorder, std::vector<int8_t> tried, std::shared_ptr<saved_tensors::HostPool> pool,
              int64_t budget_bytes) { recorder.formats() = {std::move(tried), std::move(pool), budget_bytes}; },
           py::arg("tried"), py::arg("pool"), py::arg("budget_bytes"))
+      .def(
+          "set_limit", [](Recorder& recorder, int64_t bytes) { recorder.tracker().set_limit(bytes); }, py::arg("bytes"))
       .def("abandon", &Recorder::abandon)
       .def("stop", &Recorder::stop)
       .def(
@@ -107,6 +111,7 @@ void register_recorder(py::module_& m) {
       .def("seconds_by_op", &Recorder::seconds_by_op)
       .def_property_readonly("live_bytes", [](Recorder& recorder) { return recorder.tracker().live_bytes(); })
       .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.tracker().peak_bytes(); })
+      .def_property_readonly("exceeding_bytes", [](Recorder& recorder) { return recorder.tracker().exceeding_bytes(); })
       .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.tracker().num_replayed(); })
       .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.tracker().replay_seconds(); })
       .def_property_readonly("divergence", &Recorder::divergence);

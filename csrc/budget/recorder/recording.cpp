@@ -40,8 +40,10 @@ Recording::Recording(Tape& tape, ValueStore& store, Profile* profile, const Read
       profile_(profile),
       checks_(checks),
       tracker_(std::move(tracker)),
-      num_hooks_(num_hooks() + 1) {
+      num_hooks_(num_hooks() + 1),
+      cursor_(tape.plan.get()) {
   if (!tape_.plan) return;
+  tape_.op_of_planned.assign(tape_.plan->ops.size(), -1);
   size_t num_values = 0;
   for (const PlannedOp& op : tape_.plan->ops) num_values += op.formats.size();
   tape_.values.reserve(num_values);
@@ -55,6 +57,7 @@ int32_t Recording::add_value(const at::Tensor& tensor, int32_t op, bool can_reco
   const auto value = static_cast<int32_t>(tape_.values.size());
   Value& made = tape_.values.emplace_back();
   made.op = op;
+  made.number = next_number_++;
   made.bytes = static_cast<int64_t>(tensor.storage().nbytes());
   made.version = tensor._version();
   made.can_recompute = made.is_replayable = can_recompute;
@@ -88,7 +91,8 @@ int32_t Recording::value_of(const at::Tensor& tensor, bool is_new) {
 
 int32_t Recording::value_of_argument(const at::Tensor& tensor) {
   const int32_t value = value_of(tensor, is_computed(tensor));
-  arguments_ = mix(arguments_, static_cast<uint64_t>(value) << 1 | static_cast<uint64_t>(tensor.requires_grad()));
+  const int32_t number = value < 0 ? -1 : tape_.values[value].number;
+  arguments_ = mix(arguments_, static_cast<uint64_t>(number) << 1 | static_cast<uint64_t>(tensor.requires_grad()));
   return value;
 }
 
@@ -138,14 +142,16 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
                        torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   written_.clear();
+  anchors_.clear();
   saving_op_ = static_cast<int32_t>(tape_.ops.size());
   arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
   RecordedOp op(handle, traits, keys, module_);
-  const PlannedOp* planned = next_planned(traits);
+  if (!traits.is_view) op.planned = cursor_.find(traits.name);
+  const PlannedOp* planned = op.planned < 0 ? nullptr : &tape_.plan->ops[op.planned];
   const bool may_be_replayed = !traits.is_view && (planned == nullptr || planned->is_replayed);
   if (may_be_replayed || traits.changes_arguments()) {
     record_arguments(op, *stack, may_be_replayed);
-    if (checks_ != nullptr && planned != nullptr && planned->is_replayed) checks_->note_checksums(op, *stack);
+    if (checks_ != nullptr && may_be_replayed && tape_.plan) checks_->note_checksums(op, *stack);
   } else {
     note_arguments(handle, *stack);
   }
@@ -168,13 +174,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   record_results(std::move(op), can_recompute, stack);
   resolve_saved();
   written_.clear();
-}
-
-// Returns the plan's entry for the operation that begins; null: it has none, or expects another operation.
-const PlannedOp* Recording::next_planned(const OpTraits& traits) const {
-  if (!tape_.plan || !divergence_.empty() || tape_.ops.size() >= tape_.plan->ops.size()) return nullptr;
-  const PlannedOp& planned = tape_.plan->ops[tape_.ops.size()];
-  return planned.name == traits.name ? &planned : nullptr;
+  anchors_.clear();
 }
 
 void Recording::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
@@ -203,6 +203,7 @@ void Recording::record_results(RecordedOp op, bool can_recompute, torch::jit::St
     for (const int32_t read : op.reads) separate_versions(read);
   }
   if (op.writes.empty()) return;
+  for (const auto& [value, tensor] : anchors_) store_.hold(value, tensor);
   mark_replayable(op, can_recompute);
   if (!can_recompute) tape_.forget_arguments(op);
   tape_.ops.push_back(std::move(op));
@@ -274,23 +275,54 @@ void Recording::mark_replayable(const RecordedOp& op, bool can_recompute) {
 
 // Gives the values that an operation wrote their planned formats, or notes that the pass has left the plan.
 void Recording::apply_plan(int32_t index) {
-  if (!tape_.plan || !divergence_.empty()) return;
-  const RecordedOp& op = tape_.ops[index];
-  if (static_cast<size_t>(index) >= tape_.plan->ops.size()) {
-    divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan ends before it");
+  if (!tape_.plan) return;
+  RecordedOp& op = tape_.ops[index];
+  const std::vector<PlannedOp>& plan = tape_.plan->ops;
+  if (op.planned >= 0 && plan[op.planned].formats.size() != op.writes.size()) op.planned = -1;
+  if (divergence_.empty() && op.planned != cursor_.next()) {
+    const bool has_ended = static_cast<size_t>(cursor_.next()) >= plan.size();
+    divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan ",
+                       has_ended ? "ends before it" : "has " + plan[cursor_.next()].name);
+  }
+  cursor_.advance(op.planned, op.traits->name);
+  if (op.planned < 0) {
+    next_number_ -= static_cast<int32_t>(op.writes.size());
+    for (const OpResult& result : op.writes) tape_.values[result.value].number = -2 - result.value;
     return;
   }
-  const PlannedOp& planned = tape_.plan->ops[index];
-  if (planned.name != op.traits->name || planned.formats.size() != op.writes.size()) {
-    divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan has ", planned.name);
-    return;
-  }
+  const PlannedOp& planned = plan[op.planned];
+  tape_.op_of_planned[op.planned] = index;
   for (size_t i = 0; i < op.writes.size(); ++i) {
     Value& value = tape_.values[op.writes[i].value];
     value.format = planned.formats[i];
     value.is_unhooked = planned.unhooked[i];
+    value.number = planned.numbers[i];
+    next_number_ = value.number + 1;
     if (i < planned.prefetches.size()) value.prefetches = &planned.prefetches[i];
   }
+}
+
+// ---- Operations that the plan lacks
+
+// Returns whether an operation of another path needs this value held to be replayed, as no replay would provide it.
+// Also holds values that are read again later, such as the input of a residual block, where no plan holds such values.
+bool Recording::needs_anchor(int32_t index) const {
+  constexpr int32_t kLater = 4;  // operations
+  const Value& value = tape_.values[index];
+  if (divergence_.empty() || value.has_independent_versions || value.is_uninitialized || store_.has(index))
+    return false;
+  const bool is_read_later = value.number < -1 && static_cast<int32_t>(tape_.ops.size()) - value.op > kLater;
+  return !value.is_replayable || is_read_later;
+}
+
+// Returns whether a replayable value is stored because autograd saves it. A pass that has left its plan stores no more
+// than the plan does up to the same operation, and a little.
+bool Recording::is_stored_if_saved(const Value& value) const {
+  constexpr int64_t kParts = 40;  // of the budget
+  if (value.format == kRecomputed) return false;
+  if (!tape_.plan || divergence_.empty()) return true;
+  const int64_t planned = cursor_.next() == 0 ? 0 : tape_.plan->ops[cursor_.next() - 1].kept_bytes;
+  return store_.bytes() + value.bytes <= planned + store_.formats().budget_bytes / kParts;
 }
 
 // ---- Saved tensors
@@ -341,7 +373,7 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
   ++value.num_saved;
   if (value.is_uninitialized) mark_unrecorded(saved.ref.value, tensor);
   if (value.is_replayable) {
-    const bool is_stored = profile_ != nullptr ? profile_->stores_saved(value, tensor) : value.format != kRecomputed;
+    const bool is_stored = profile_ != nullptr ? profile_->stores_saved(value, tensor) : is_stored_if_saved(value);
     if (!is_stored) return;
   }
   store_.store(saved.ref.value, tensor);

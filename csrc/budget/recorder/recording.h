@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "budget/recorder/memory_tracker.h"
+#include "budget/recorder/plan_cursor.h"
 #include "budget/recorder/profile.h"
 #include "budget/recorder/read_checks.h"
 #include "budget/recorder/tape.h"
@@ -45,7 +46,7 @@ class Recording {
 
   int32_t module() const { return module_; }
   void set_module(int32_t module) { module_ = module; }
-  // Describes where the pass left the plan: "operation 12 is aten::mul, the plan has aten::add"; empty: nowhere.
+  // Describes where the pass first left the plan: "operation 12 is aten::mul, the plan has aten::add"; empty: nowhere.
   const std::string& divergence() const { return divergence_; }
 
  private:
@@ -68,11 +69,14 @@ class Recording {
   void mark_unrecorded(int32_t value, const at::Tensor& tensor);
   void hold_for_profile(int32_t value, const at::Tensor& tensor);
 
-  const PlannedOp* next_planned(const OpTraits& traits) const;
+  bool needs_anchor(int32_t value) const;
+  bool is_stored_if_saved(const Value& value) const;
   void record_arguments(RecordedOp& op, const torch::jit::Stack& stack, bool may_be_replayed);
   void record_ambient_state(RecordedOp& op, const torch::jit::Stack& stack);
-  c10::IValue record_argument(RecordedOp& op, int32_t arg, const c10::IValue& argument, bool is_written);
-  void record_tensor(RecordedOp& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written);
+  c10::IValue record_argument(RecordedOp& op, int32_t arg, const c10::IValue& argument, bool is_written,
+                              bool may_be_replayed);
+  void record_tensor(RecordedOp& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written,
+                     bool may_be_replayed);
   void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool is_unhooked);
   void record_results(RecordedOp op, bool can_recompute, torch::jit::Stack* stack);
@@ -89,7 +93,9 @@ class Recording {
   const std::shared_ptr<MemoryTracker> tracker_;
   const size_t num_hooks_;  // on this thread's stack during the pass, including the hooks of the pass
   ska::flat_hash_map<const c10::StorageImpl*, KnownStorage> known_;
+  PlanCursor cursor_;
   std::string divergence_;
+  int32_t next_number_ = 0;  // see Value::number
   int32_t module_ = -1;
   std::shared_ptr<const recompute::Autocast> autocast_;
   std::pair<c10::DispatchKeySet, c10::DispatchKeySet> autocast_keys_;  // the keys for which autocast_ was read
@@ -98,6 +104,7 @@ class Recording {
   bool is_running_ = false;
   int32_t saving_op_ = 0;
   std::vector<at::Tensor> written_;  // the arguments that it writes, in the order of their references
+  std::vector<std::pair<int32_t, at::Tensor>> anchors_;  // values to hold if it makes a value; see needs_anchor()
   std::vector<Unresolved> unresolved_;
   uint64_t arguments_ = 0;  // see RecordedOp::arguments
 };

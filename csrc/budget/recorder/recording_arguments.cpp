@@ -33,7 +33,7 @@ void Recording::record_arguments(RecordedOp& op, const torch::jit::Stack& stack,
   op.args.reserve(num_args);
   for (size_t i = 0; i < num_args; ++i) {
     const c10::IValue& argument = stack[stack.size() - num_args + i];
-    op.args.push_back(record_argument(op, static_cast<int32_t>(i), argument, traits.writes[i]));
+    op.args.push_back(record_argument(op, static_cast<int32_t>(i), argument, traits.writes[i], may_be_replayed));
     if (!traits.writes[i]) continue;
     for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { written_.push_back(tensor); });
   }
@@ -67,10 +67,11 @@ void Recording::record_ambient_state(RecordedOp& op, const torch::jit::Stack& st
   op.autocast = autocast_;
 }
 
-c10::IValue Recording::record_argument(RecordedOp& op, int32_t arg, const c10::IValue& argument, bool is_written) {
+c10::IValue Recording::record_argument(RecordedOp& op, int32_t arg, const c10::IValue& argument, bool is_written,
+                                       bool may_be_replayed) {
   bool has_tensors = false;
   for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t element) {
-    record_tensor(op, arg, element, tensor, is_written);
+    record_tensor(op, arg, element, tensor, is_written, may_be_replayed);
     has_tensors = true;
   });
   if (!has_tensors) return argument;
@@ -83,7 +84,8 @@ c10::IValue Recording::record_argument(RecordedOp& op, int32_t arg, const c10::I
   return without_tensors;
 }
 
-void Recording::record_tensor(RecordedOp& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written) {
+void Recording::record_tensor(RecordedOp& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written,
+                              bool may_be_replayed) {
   TensorRef& ref = op.refs.emplace_back();
   ref.arg = arg;
   ref.element = element;
@@ -97,6 +99,8 @@ void Recording::record_tensor(RecordedOp& op, int32_t arg, int32_t element, cons
   }
   const bool is_initialized_now = is_written && op.traits->only_writes && covers_its_storage(tensor);
   if (tape_.values[ref.value].is_uninitialized && !is_initialized_now) mark_unrecorded(ref.value, tensor);
+  // The previous contents of an argument that is written would have to be copied.
+  if (may_be_replayed && !is_written && needs_anchor(ref.value)) anchors_.emplace_back(ref.value, alias_of(tensor));
   if (std::find(op.reads.begin(), op.reads.end(), ref.value) == op.reads.end()) op.reads.push_back(ref.value);
 }
 

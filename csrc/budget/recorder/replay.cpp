@@ -197,7 +197,7 @@ void Replay::replay(int32_t index) {
   written.clear();
   is_interrupted_ = false;
   const double seconds = now() - begin;
-  if (tape_.plan && static_cast<size_t>(index) < tape_.plan->seconds.size()) tape_.plan->seconds[index] += seconds;
+  if (op.planned >= 0) tape_.plan->seconds[op.planned] += seconds;
   tracker_->count_replay(seconds);
   for (size_t i = 0; i < op.writes.size(); ++i) {
     Value& value = tape_.values[op.writes[i].value];

@@ -44,8 +44,8 @@ void Tape::forget_arguments(RecordedOp& op) const {
 }
 
 std::string Tape::module_of(int32_t op) const {
-  if (!plan || op < 0 || static_cast<size_t>(op) >= plan->ops.size() || plan->ops[op].module.empty()) return "";
-  return text(" in '", plan->ops[op].module, "'");
+  if (op < 0 || ops[op].planned < 0 || plan->ops[ops[op].planned].module.empty()) return "";
+  return text(" in '", plan->ops[ops[op].planned].module, "'");
 }
 
 }  // namespace drivetrain::budget

@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -48,10 +49,13 @@ struct PlannedOp {
   std::vector<bool> unhooked;  // per value that it writes: whether an operation without hooks saves it
   // Per value that it writes: the offloaded values whose copy back starts once backward has taken that value.
   std::vector<std::vector<PlannedWrite>> prefetches;
-  std::string module;  // the name of the module that calls it, for error messages
+  std::string module;            // the name of the module that calls it, for error messages
+  std::vector<int32_t> numbers;  // of the values that it writes, in the profiled pass
+  int64_t kept_bytes;            // by the profiled pass under this plan, up to this operation
 };
 struct TapePlan {
   std::vector<PlannedOp> ops;
+  std::unordered_map<std::string, std::vector<int32_t>> by_name;  // the indices of operations
   std::vector<double> seconds;  // per operation, the time of its replays summed over all passes
   int64_t num_passes = 0;       // the number of passes recorded under this plan
 };
@@ -87,6 +91,7 @@ struct Value {
   bool has_independent_versions = false;  // its views count writes separately, so its version says nothing
   bool is_recomputed = false;             // `held` is not the memory of the forward pass
   bool is_unhooked = false;               // autograd keeps it without our hooks
+  int32_t number = 0;                     // in the profiled pass; unique where that had no such value
   int32_t replaces = -1;
   int32_t num_saved = 0;
   int32_t num_users = 0;  // after the forward pass: the saved tensors and the pending operations that read it
@@ -126,6 +131,7 @@ struct RecordedOp {
   std::shared_ptr<const recompute::RandomStates> random_states;
   uint64_t arguments = 0;   // a hash of which values it was called with and which of them require a gradient
   int32_t module;           // an index that the recorder was given; -1: none
+  int32_t planned = -1;     // the planned operation that it has matched; -1: none
   bool is_pending = false;  // backward may still ask for a value that only a replay of it provides
 };
 
@@ -140,6 +146,7 @@ struct Tape {
   const bool keeps_arguments;
   std::vector<Value> values;
   std::vector<RecordedOp> ops;
+  std::vector<int32_t> op_of_planned;  // the last operation that has matched a planned one; -1: none. Empty: no plan.
 };
 
 class RecordedPass;

@@ -36,7 +36,7 @@ void ValueStore::store(int32_t index, const at::Tensor& tensor) {
     }
     if (value.packed) {
       value.held_bytes = value.packed->nbytes();
-      tracker_->add(value.held_bytes);
+      count(value.held_bytes);
       return;
     }
   }
@@ -49,7 +49,7 @@ void ValueStore::hold(int32_t index, const at::Tensor& tensor) {
   value.held = alias_of(tensor);
   value.held_version = tensor._version();
   value.held_bytes = value.is_unhooked ? 0 : value.bytes;
-  tracker_->add(value.held_bytes);
+  count(value.held_bytes);
 }
 
 void ValueStore::let_go(int32_t index) {
@@ -58,8 +58,13 @@ void ValueStore::let_go(int32_t index) {
   value.held.reset();
   value.packed.reset();
   value.offloaded.reset();
-  tracker_->add(-value.held_bytes);
+  count(-value.held_bytes);
   value.held_bytes = 0;
+}
+
+void ValueStore::count(int64_t bytes) {
+  bytes_ += bytes;
+  tracker_->add(bytes);
 }
 
 void ValueStore::let_go_all() {
@@ -73,9 +78,9 @@ void ValueStore::restore(int32_t index) {
   if (value.packed) {
     hold(index, saved_tensors::unpack(*value.packed));
     value.packed.reset();
-    tracker_->add(-stored_bytes);
+    count(-stored_bytes);
   } else if (value.offloaded) {
-    tracker_->add(-stored_bytes);  // not 0 if it was prefetched
+    count(-stored_bytes);  // not 0 if it was prefetched
     hold(index, value.offloaded->take());
     value.offloaded.reset();
   }
@@ -83,7 +88,8 @@ void ValueStore::restore(int32_t index) {
 
 void ValueStore::count_unhooked(int32_t index, const at::Tensor& tensor) {
   Value& value = tape_.values[index];
-  tracker_->add(-std::exchange(value.held_bytes, 0));
+  count(-std::exchange(value.held_bytes, 0));
+  bytes_ += value.bytes;
   tracker_->add_unhooked(tape_, tensor.storage().getWeakStorageImpl(), value.bytes);
 }
 
@@ -101,9 +107,8 @@ void ValueStore::prefetch_before(int32_t index) {
 void ValueStore::prefetch_planned_at(int32_t index) {
   if (tape_.values[index].prefetches == nullptr) return;
   for (const auto& [op, write] : *tape_.values[index].prefetches) {
-    if (static_cast<size_t>(op) < tape_.ops.size() && static_cast<size_t>(write) < tape_.ops[op].writes.size()) {
-      prefetch(tape_.ops[op].writes[write].value);
-    }
+    const int32_t at = tape_.op_of_planned[op];
+    if (at >= 0) prefetch(tape_.ops[at].writes[write].value);
   }
 }
 
@@ -113,7 +118,7 @@ void ValueStore::prefetch(int32_t index) {
   if (tracker_->live_bytes() + value.bytes > formats_->budget_bytes) return;
   value.offloaded->prefetch();
   value.held_bytes = value.bytes;
-  tracker_->add(value.held_bytes);
+  count(value.held_bytes);
 }
 
 }  // namespace drivetrain::budget

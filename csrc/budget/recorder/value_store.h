@@ -39,14 +39,18 @@ class ValueStore {
   void prefetch_before(int32_t value);
 
   const StorageFormats& formats() const { return *formats_; }
+  // Returns the bytes that are stored now, and those that autograd keeps without our hooks.
+  int64_t bytes() const { return bytes_; }
 
  private:
   void prefetch(int32_t value);
+  void count(int64_t bytes);
 
   Tape& tape_;
   const std::shared_ptr<MemoryTracker> tracker_;
   const std::shared_ptr<const StorageFormats> formats_;
   std::vector<int32_t> offloaded_;  // in the order of the forward pass
+  int64_t bytes_ = 0;
 };
 
 }  // namespace drivetrain::budget

@@ -19,13 +19,15 @@ from .compiled_regions import CompiledRegions
 from .copies import Copies
 from .host_link import HostLink, link_of
 from .plan import ChosenPolicy, choose
-from .retry import ModelSnapshot, Undo, first_line, is_out_of_memory
+from .retry import ModelSnapshot, Undo, drop_gradients, first_line, is_out_of_memory
 from .sharded import refuse_resharding
 from .trace import STORAGE_FORMATS, Recording, Trace, profile
 
 __all__ = ["ActivationPlan", "activation_budget"]
 
 _CORRECTIONS = 2
+_TOLERANCE = 1.05  # times the budget: a step that keeps more warns
+_NO_LIMIT = 2**63 - 1
 _FORMAT = 2
 _logger = logging.getLogger("drivetrain")
 
@@ -48,23 +50,22 @@ def activation_budget(
 
     Gradients have the same bits as without a budget. Recomputation calls the same kernels on the same values, with the
     same random numbers, and does not call your code again. So side effects of your code happen once, and BatchNorm
-    updates its running statistics once. A step on another path than the profiled ones is also correct: from the point
-    where it diverges, it saves everything that autograd saves.
+    updates its running statistics once. A step on another path than the profiled ones is also correct: operations that
+    the plan has follow it. Results of the others are kept up to a fortieth of the budget, and recomputed beyond it.
 
     Results of an operation are always saved if it is not deterministic or writes to tensors from before the pass, such
     as KV caches. Results of code outside torch's dispatcher, such as kernels called with pointers, are also saved.
 
     If a step that saves everything does not fit into memory, `step_fn` runs up to its backward with nothing saved. It
-    is then left by an exception that handlers for `Exception` do not catch. Gradients and torch's random states are
-    restored (existing gradients are copied, so preferably call it with none). The passes before that backward are
+    is then left by an exception that handlers for `Exception` do not catch. The passes before that backward are
     assumed to be the step's largest. Ranks that wait for each other in `step_fn` must all fit or all fail: profile
     under `no_sync()`.
 
-    Planning runs real steps: afterwards, BatchNorm has counted three more batches, and random numbers have been drawn.
-    If planning fails or is interrupted, the model's buffers, gradients and random states are restored, and nothing
-    stays installed on the model. Optimizer steps are not undone. Planning that takes over 2 seconds reports its
-    progress on rank 0. The report goes to the terminal if standard error is one, otherwise to the logger "drivetrain"
-    at level INFO.
+    Planning runs real steps, each of which begins without gradients. Afterwards gradients, buffers, torch's random
+    states and attributes of modules that are numbers or texts are as they were. Optimizer steps and other effects of
+    your code are not undone. If planning fails or is interrupted, nothing stays installed on the model. Planning that
+    takes over 2 seconds reports its progress on rank 0. The report goes to the terminal if standard error is one,
+    otherwise to the logger "drivetrain" at level INFO.
 
     Parameters, buffers, inputs and results must not change between a forward and its backward. Writes that torch counts
     raise an error. Other writes go through `.numpy()`, DLPack, torch's fused optimizers, or an operator of yours
@@ -124,9 +125,18 @@ def activation_budget(
         model = model.module  # the wrapper's own operations differ from step to step
     refuse_resharding(model)
     before = ModelSnapshot(model)
+
+    def run() -> None:
+        assert step_fn is not None
+        step_fn()
+        drop_gradients(model)  # so that no run adds to another's, and none holds them twice
+
     try:
+        drop_gradients(model)
         with progress.showing():
-            return _planned(model, step_fn, budget, plan, offload, lossy)
+            made = _planned(model, run if step_fn is not None else None, budget, plan, offload, lossy)
+        before.restore_values()
+        return made
     except BaseException:
         before.restore()
         raise
@@ -177,7 +187,7 @@ def _planned(
         except BaseException:
             made.remove()  # the caller never receives it
             raise
-        if is_last or not made.has_diverged:
+        if is_last or not made._recorder.divergence:
             break
         made.remove()  # the first steps of a model may differ from later ones
     return made
@@ -225,14 +235,12 @@ class ActivationPlan(_C.ActivationScope):
             whole = table.size(unplanned_bytes)
             self._note(f"a step with everything saved did not fit: its {whole} are estimated")
         if not trace.has_one_path:
-            self._note(
-                "profiled steps took different paths: where a step diverges from the last one, it saves everything"
-            )
+            self._note("profiled steps took different paths: operations that the last one lacks have no plan")
 
     @property
     def has_diverged(self) -> bool:
-        """True if the last forward pass diverged from the profiled path; from there it saved everything."""
-        return bool(self._recorder.divergence)
+        """True if the last step has kept more than 1.05 times the budget. The first such step also warns."""
+        return self._recorder.exceeding_bytes > 0
 
     @property
     def planned_bytes(self) -> int:
@@ -403,6 +411,7 @@ class ActivationPlan(_C.ActivationScope):
         self._recorder.set_plans(self._chosen.tape_plans(self._trace))
         if self._recording is None:
             self._recording = Recording(self._model, self._recorder).__enter__()
+        self._recorder.set_limit(min(_NO_LIMIT, int(_TOLERANCE * self.budget_bytes)))
 
     def _measure(self, step_fn: Callable[[], object]) -> None:
         """Runs the step under the plan. While its peak exceeds the budget, plans for a budget smaller by that
@@ -410,6 +419,7 @@ class ActivationPlan(_C.ActivationScope):
         budget = self.budget_bytes
         for correction in range(_CORRECTIONS + 1):
             self._recorder.reset()
+            self._recorder.set_limit(_NO_LIMIT)
             planned_for = self.budget_bytes
             progress.tell("runs a step under the plan")
             self.step(step_fn)
@@ -418,7 +428,7 @@ class ActivationPlan(_C.ActivationScope):
             self.measured_bytes, self.measured_seconds = self._recorder.peak_bytes, self._recorder.replay_seconds
             if self._recorder.divergence:
                 self._note(f"the step took another path than the profiled ones: {self._recorder.divergence}")
-            if self.measured_bytes <= budget or self.has_diverged:
+            if self.measured_bytes <= budget or self._recorder.divergence:
                 break
             if correction == _CORRECTIONS:
                 warnings.warn(
@@ -437,6 +447,7 @@ class ActivationPlan(_C.ActivationScope):
                 self._choose(tighter)
             self._install()
         self.budget_bytes = budget
+        self._recorder.set_limit(min(_NO_LIMIT, int(_TOLERANCE * budget)))
 
     def _note(self, note: str) -> None:
         self.notes.append(note)

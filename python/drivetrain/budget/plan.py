@@ -1,6 +1,7 @@
 """Converts a recorded step into a save/recompute policy, and the policy into plans for the recorder."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import _C
 from .copies import Copies, StepClock, copies_of
 from .host_link import HostLink
-from .trace import STORAGE_FORMATS, Trace
+from .trace import STORAGE_FORMATS, Pass, Trace
 
 RECOMPUTE = -1
 SAVE = 0
@@ -31,6 +32,8 @@ class PlannedOp(NamedTuple):
     # Per output: the offloaded values (operation, result) whose copies back start when backward takes the output.
     prefetches: Sequence[Sequence[tuple[int, int]]] = ()
     module: str = ""  # in which it is called, for errors
+    numbers: Sequence[int] = ()  # of the outputs among the values of the profiled pass
+    kept_bytes: int = 0  # of the profiled pass under this plan, up to this operation
 
 
 @dataclasses.dataclass
@@ -72,6 +75,7 @@ class ChosenPolicy:
             made_by = {write: (op, i) for op, made in enumerate(one.ops) for i, write in enumerate(made.writes)}
             saved = trace.saves_without_hooks(begin, one, as_they_are)
             unhooked = set().union(*saved.values())
+            kept = self._kept_bytes(begin, one, needed)
             plans.append(
                 [
                     PlannedOp(
@@ -85,11 +89,27 @@ class ChosenPolicy:
                             for write in op.writes
                         ],
                         trace.modules[op.module] if op.module >= 0 else "",
+                        op.writes,
+                        kept[index],
                     )
                     for index, op in enumerate(one.ops)
                 ]
             )
         return plans
+
+    def _kept_bytes(self, begin: int, one: Pass, needed: set[int]) -> list[int]:
+        """Returns the bytes that a pass keeps up to each of its operations."""
+
+        def kept(value: int) -> int:
+            choice = self.policy[begin + value]
+            if choice == RECOMPUTE or begin + value not in needed:
+                return 0
+            if choice == SAVE:
+                return one.values[value].num_bytes
+            cost = one.values[value].formats[choice - 1]
+            return 0 if cost.storage_format == STORAGE_FORMATS["host"] else cost.num_bytes
+
+        return list(itertools.accumulate(sum(map(kept, op.writes)) for op in one.ops))
 
     def needed(self, trace: Trace) -> tuple[set[int], list[set[int]]]:
         """Returns the values that backward or its replays read, and per pass the operations that are replayed."""

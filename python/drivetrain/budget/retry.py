@@ -29,6 +29,20 @@ def first_line(error: BaseException) -> str:
 
 # The attributes of a module that a plan replaces: the call, and the forward of a compiled region.
 _REPLACED = ("_compiled_call_impl", "forward")
+_PLAIN = (bool, int, float, str, type(None))  # the types of a module's attributes that planning restores
+
+
+class RandomStates:
+    """Torch's random states at construction."""
+
+    def __init__(self) -> None:
+        self._of_cpu = torch.get_rng_state()
+        self._of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._of_cpu)
+        if self._of_cuda is not None:
+            torch.cuda.set_rng_state_all(self._of_cuda)
 
 
 class Undo:
@@ -37,36 +51,40 @@ class Undo:
     def __init__(self, model: nn.Module) -> None:
         grads = [(param, param.grad) for param in model.parameters()]
         self._grads = [(param, grad, None if grad is None else grad.clone()) for param, grad in grads]
-        self._rng_state = torch.get_rng_state()
-        self._cuda_rng_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._random_states = RandomStates()
 
     def __call__(self) -> None:
-        """Restores the state, and frees the reference cycles that a failed step left."""
+        """Restores the state, and frees the reference cycles that a failed step left. Gradients keep their memory."""
         gc.collect()
-        self.restore()
-        if self._cuda_rng_states is not None:
-            torch.cuda.empty_cache()
-
-    def restore(self) -> None:
-        """Restores the state. Gradients keep their memory."""
         for param, grad, values in self._grads:
             param.grad = grad
             if grad is not None and values is not None:
-                with torch.no_grad():
-                    grad.copy_(values)
-        torch.set_rng_state(self._rng_state)
-        if self._cuda_rng_states is not None:
-            torch.cuda.set_rng_state_all(self._cuda_rng_states)
+                grad.detach().copy_(values)
+        self._random_states.restore()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 class ModelSnapshot:
-    """Restores a model to its state before planning: gradients, random states, buffers with their version counters, and
-    the calls of its modules. It does not copy parameters, so steps of an optimizer stay."""
+    """Restores a model to its state before planning.
+
+    This covers gradients, random states, buffers with their version counters, and the calls of its modules. It also
+    covers attributes of modules that are numbers or texts. It keeps gradients without a copy, so the steps of planning
+    must begin without any. It does not copy parameters, so steps of an optimizer stay.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._undo = Undo(model)
-        self._attributes = [
+        self._grads = [(param, param.grad) for param in model.parameters()]
+        # A view may lie in memory that the next backward writes, such as a bucket of DistributedDataParallel.
+        self._views = [
+            (grad, grad._version, grad.clone()) for _, grad in self._grads if grad is not None and grad._is_view()
+        ]
+        self._calls = [
             (vars(module), {name: vars(module)[name] for name in _REPLACED if name in vars(module)})
+            for module in model.modules()
+        ]
+        self._attributes = [
+            (vars(module), {name: value for name, value in vars(module).items() if type(value) in _PLAIN})
             for module in model.modules()
         ]
         self._buffers = [
@@ -75,33 +93,46 @@ class ModelSnapshot:
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_inference()  # a step cannot write inference tensors
         ]
-        self._grads = [param.grad for param in model.parameters() if param.grad is not None]
-        self._versions = [grad._version for grad in self._grads]
+        self._random_states = RandomStates()
 
     def restore(self) -> None:
         """Restores everything, and repeats a part that an interrupt ends, so that the model is always complete."""
-        for step in (self._restore_attributes, self._undo.restore, self._restore_buffers, self._restore_versions):
+        for step in (self._restore_calls, self.restore_values):
             _run_to_end(step)
 
-    def _restore_attributes(self) -> None:
+    def restore_values(self) -> None:
+        """Restores everything but the calls, which a plan has replaced."""
+        for param, grad in self._grads:
+            param.grad = grad
+        for grad, version, values in self._views:
+            _write(grad, version, values)
+        self._random_states.restore()
         for attributes, found in self._attributes:
+            attributes.update(found)
+        for buffers, name, buffer, version, values in self._buffers:
+            buffers[name] = buffer
+            if buffer.shape == values.shape:  # else a lazy module has initialized it
+                _write(buffer, version, values)
+
+    def _restore_calls(self) -> None:
+        for attributes, found in self._calls:
             for name in _REPLACED:
                 if name in found:
                     attributes[name] = found[name]
                 else:
                     attributes.pop(name, None)
 
-    def _restore_buffers(self) -> None:
-        for buffers, name, buffer, version, values in self._buffers:
-            buffers[name] = buffer
-            if buffer.shape != values.shape:
-                continue  # a lazy module has initialized it
-            with torch.no_grad():
-                buffer.copy_(values)
-            torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
 
-    def _restore_versions(self) -> None:
-        torch._C._autograd._unsafe_set_version_counter(tuple(self._grads), tuple(self._versions))
+def drop_gradients(model: nn.Module) -> None:
+    """Leaves the parameters without gradients."""
+    for param in model.parameters():
+        param.grad = None
+
+
+def _write(tensor: torch.Tensor, version: int, values: torch.Tensor) -> None:
+    """Writes values without leaving a trace in the version counter."""
+    tensor.detach().copy_(values)  # an interrupt might leave torch.no_grad() in force
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def _run_to_end(step: Callable[[], None]) -> None:

@@ -304,13 +304,12 @@ def _profile_whole(
         return trace, peak
     progress.tell("runs a step to time the recomputation in backward")
     timed, peak_of_timed = _profile_step(model, step_fn, storage_formats, pool, "timings")
-    peak = max(peak, peak_of_timed)
     if trace.has_path_of(timed):
-        return _with_times_of(timed, trace), peak
+        return _with_times_of(timed, trace), peak_of_timed
     progress.tell("runs a step with everything kept again: the two called different operations")
-    trace, peak_of_last = _profile_step(model, step_fn, storage_formats, pool, "profile")
+    trace, peak = _profile_step(model, step_fn, storage_formats, pool, "profile")
     trace.has_one_path = False
-    return trace, max(peak, peak_of_last)
+    return trace, peak
 
 
 def _profile_step(

@@ -1,0 +1,221 @@
+"""Checks that a budget holds, and gradients keep their bits, in steps whose operations differ from the planned ones."""
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from models import assert_same_bits, gradients
+from torch import Tensor, nn
+
+import drivetrain
+from drivetrain import _C
+from drivetrain.budget import ActivationPlan
+from drivetrain.budget.trace import Recording
+
+TOLERANCE = 1.05
+
+
+class Residual(nn.Module):
+    """A residual block, which may do something else in a step: the name of a method of `Other`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, what: str) -> Tensor:
+        if what == "skipped":
+            return x
+        if what == "scaled":
+            x = x * 1.5
+        hidden = self.up(x if what == "not normed" else self.norm(x))
+        hidden = hidden.tanh() if what == "tanh" else nn.functional.gelu(hidden)
+        if what == "twice":
+            hidden = nn.functional.gelu(hidden)
+        return x + self.down(hidden)
+
+
+KINDS = ["planned", "skipped", "scaled", "not normed", "tanh", "twice"]
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks: int, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(blocks))
+
+    def forward(self, x: Tensor, mask: Tensor, kinds: Sequence[str]) -> Tensor:
+        x = self.embed(x)
+        if not mask.all():
+            x = x * mask[:, None]
+        for block, kind in zip(self.blocks, kinds, strict=True):
+            x = block(x, kind)
+        return x.square().mean()
+
+
+def step_of(model: nn.Module, *args: object) -> Callable[[], None]:
+    def step() -> None:
+        model.zero_grad()
+        model(*args).backward()
+
+    return step
+
+
+def chain(blocks: int = 8) -> tuple[Chain, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Chain(blocks), torch.randn(64, 32), torch.ones(64)
+
+
+def check(plan: ActivationPlan, model: nn.Module, step: Callable[[], None], expected: dict[str, Tensor]) -> None:
+    plan.reset_peak()
+    assert_same_bits(gradients(model, step), expected)
+    assert plan.live_bytes == 0
+
+
+def test_a_batch_with_padding_keeps_the_budget_of_a_plan_without() -> None:
+    model, x, mask = chain()
+    padded = mask.clone()
+    padded[40:] = 0
+    kinds = ["planned"] * 8
+    expected = gradients(model, step_of(model, x, padded, kinds))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = drivetrain.activation_budget(model, step_of(model, x, mask, kinds), "40%")
+        for _ in range(3):
+            check(plan, model, step_of(model, x, padded, kinds), expected)
+            assert plan.peak_bytes <= TOLERANCE * plan.budget_bytes
+            assert not plan.has_diverged
+    assert "aten::mul" in plan._recorder.divergence
+    plan.remove()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_paths_keep_most_of_the_budget(seed: int) -> None:
+    """In the planned step and in this one every fifth block is left out, repeats operations, or calls others."""
+    draw = random.Random(seed)
+    model, x, mask = chain(16)
+    planned = [draw.choice(KINDS) if draw.random() < 0.2 else "planned" for _ in range(16)]
+    plan = drivetrain.activation_budget(model, step_of(model, x, mask, planned), "45%")
+    plan.remove()
+    for _ in range(3):
+        kinds = [draw.choice(KINDS) if draw.random() < 0.2 else "planned" for _ in range(16)]
+        step = step_of(model, x, mask, kinds)
+        expected = gradients(model, step)
+        again = drivetrain.activation_budget(model, plan=plan.to_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check(again, model, step, expected)
+        # Two blocks that differ may be recomputed together; a block is a seventh of this budget.
+        assert again.peak_bytes <= 1.3 * again.budget_bytes, kinds
+        again.remove()
+
+
+class TwoWays(nn.Module):
+    """Its second way has no operation of the first."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(Residual(32) for _ in range(blocks))
+        self.second = nn.ParameterList(torch.randn(32) for _ in range(12 * blocks))
+
+    def forward(self, x: Tensor, is_second: bool) -> Tensor:
+        for part in self.second if is_second else self.first:
+            x = (x - part).sigmoid().sin() / 2 if is_second else part(x, "planned")
+        return x.square().mean()
+
+
+def test_a_path_without_any_planned_operation_warns_and_is_right() -> None:
+    torch.manual_seed(0)
+    model, x = TwoWays(8), torch.randn(64, 32)
+    other = step_of(model, x, True)
+    expected = gradients(model, other)
+    plan = drivetrain.activation_budget(model, step_of(model, x, False), "40%")
+    plan.reset_peak()
+
+    def twice() -> None:  # the second step warns at the latest, after the backward that kept more
+        other()
+        other()
+
+    with pytest.warns(RuntimeWarning, match="another path than the planned step: operation 1 is aten::sub, the plan"):
+        twice()
+    assert_same_bits(gradients(model, other), expected)
+    assert plan.live_bytes == 0
+    plan.remove()
+
+
+def test_the_first_step_above_the_budget_warns_once() -> None:
+    model, x, mask = chain()
+    kinds = ["planned"] * 8
+    plan = drivetrain.activation_budget(model, step_of(model, x, mask, kinds), "40%")
+    larger = step_of(model, torch.cat([x, x, x, x]), torch.ones(256), kinds)
+    with pytest.warns(RuntimeWarning, match=r"a step keeps [\d.]+ MB for backward, above the budget of [\d.]+ MB: its"):
+        larger()
+    assert plan.has_diverged
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        larger()
+        step_of(model, x, mask, kinds)()
+    assert not plan.has_diverged
+    plan.remove()
+
+
+def test_any_plan_gives_the_bits_of_a_step_without_one() -> None:
+    """Follows plans of other models, whose operations have the same names in another order."""
+    draw = random.Random(0)
+    model, x, mask = chain(4)
+    step = step_of(model, x, mask, ["planned"] * 4)
+    expected = gradients(model, step)
+    trace = drivetrain.activation_budget(model, step, "60%")
+    ops = trace._chosen.tape_plans(trace._trace)[0]
+    trace.remove()
+    for _ in range(50):
+        recorder = _C.ActivationRecorder()
+        cuts = sorted(draw.randrange(len(ops)) for _ in range(4))
+        parts = [ops[a:b] for a, b in zip([0, *cuts], [*cuts, len(ops)], strict=True)]
+        draw.shuffle(parts)
+        mixed = [
+            op._replace(prefetches=(), forms=[draw.choice((-2, -1, 0)) for _ in op.forms]) for p in parts for op in p
+        ]
+        recorder.set_plans([mixed])
+        recorder.set_formats([], None, draw.choice((0, 10_000, 2**40)))
+        with Recording(model, recorder):
+            assert_same_bits(gradients(model, step), expected)
+        assert recorder.live_bytes == 0
+
+
+@pytest.mark.parametrize("has_grads", [False, True])
+def test_planning_leaves_nothing_behind(has_grads: bool) -> None:
+    class Counted(Chain):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.norm = nn.BatchNorm1d(32)
+
+        def forward(self, x: Tensor, mask: Tensor, kinds: Sequence[str]) -> Tensor:
+            self.calls += 1
+            return super().forward(self.norm(x + torch.rand_like(x)), mask, kinds)
+
+    def state() -> list[object]:
+        grads = [None if p.grad is None else (p.grad.data_ptr(), p.grad._version, p.grad.sum().item()) for p in params]
+        buffers = [(buffer._version, buffer.sum().item()) for buffer in model.buffers()]
+        return [grads, buffers, torch.get_rng_state().sum().item(), model.calls, model.training]
+
+    torch.manual_seed(0)
+    model, x, mask = Counted(), torch.randn(64, 32), torch.ones(64)
+    params = list(model.parameters())
+    model.calls = 7
+    if has_grads:
+        model(x, mask, ["planned"] * 2).backward()
+    model.eval()
+
+    def step() -> None:
+        assert all(param.grad is None for param in params)  # so that no run holds them twice
+        model.train()
+        model(x, mask, ["planned"] * 2).backward()
+
+    before = state()
+    plan = drivetrain.activation_budget(model, step, "60%")
+    assert state() == before
+    plan.remove()

@@ -153,7 +153,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
     record_arguments(op, *stack, may_be_replayed);
     if (checks_ != nullptr && may_be_replayed && tape_.plan) checks_->note_checksums(op, *stack);
   } else {
-    note_arguments(handle, *stack);
+    note_arguments(handle, *stack, traits.is_view);
   }
   std::vector<at::Tensor> communicated;  // a collective may write all of its arguments, whatever its schema declares
   if (traits.is_collective) {
@@ -311,8 +311,9 @@ bool Recording::needs_anchor(int32_t index) const {
   const Value& value = tape_.values[index];
   if (divergence_.empty() || value.has_independent_versions || value.is_uninitialized || store_.has(index))
     return false;
-  const bool is_read_later = value.number < -1 && static_cast<int32_t>(tape_.ops.size()) - value.op > kLater;
-  return !value.is_replayable || is_read_later;
+  const bool is_read_again =
+      value.number < -1 && value.is_read && static_cast<int32_t>(tape_.ops.size()) - value.op > kLater;
+  return !value.is_replayable || is_read_again;
 }
 
 // Returns whether a replayable value is stored because autograd saves it. A pass that has left its plan stores no more

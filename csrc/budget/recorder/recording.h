@@ -77,7 +77,7 @@ class Recording {
                               bool may_be_replayed);
   void record_tensor(RecordedOp& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written,
                      bool may_be_replayed);
-  void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+  void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack, bool is_view);
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool is_unhooked);
   void record_results(RecordedOp op, bool can_recompute, torch::jit::Stack* stack);
   std::vector<at::Tensor> add_results(RecordedOp& op, bool can_recompute, const torch::jit::Stack& stack);

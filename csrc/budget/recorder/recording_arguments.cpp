@@ -101,15 +101,17 @@ void Recording::record_tensor(RecordedOp& op, int32_t arg, int32_t element, cons
   if (tape_.values[ref.value].is_uninitialized && !is_initialized_now) mark_unrecorded(ref.value, tensor);
   // The previous contents of an argument that is written would have to be copied.
   if (may_be_replayed && !is_written && needs_anchor(ref.value)) anchors_.emplace_back(ref.value, alias_of(tensor));
+  tape_.values[ref.value].is_read = true;
   if (std::find(op.reads.begin(), op.reads.end(), ref.value) == op.reads.end()) op.reads.push_back(ref.value);
 }
 
 // Registers the tensors among the arguments of an operation that will not be replayed.
-void Recording::note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+void Recording::note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack, bool is_view) {
   const size_t num_args = op.schema().arguments().size();
   for (size_t i = stack.size() - num_args; i < stack.size(); ++i) {
     for_each_tensor(stack[i], [&](const at::Tensor& tensor, int32_t) {
-      if (is_plain(tensor)) value_of_argument(tensor);
+      const int32_t value = is_plain(tensor) ? value_of_argument(tensor) : -1;
+      if (value >= 0 && !is_view) tape_.values[value].is_read = true;
     });
   }
 }

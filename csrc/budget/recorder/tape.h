@@ -90,6 +90,7 @@ struct Value {
   bool is_recorded = false;               // the recorder saw how it was made
   bool has_independent_versions = false;  // its views count writes separately, so its version says nothing
   bool is_recomputed = false;             // `held` is not the memory of the forward pass
+  bool is_read = false;                   // by an operation that is no view
   bool is_unhooked = false;               // autograd keeps it without our hooks
   int32_t number = 0;                     // in the profiled pass; unique where that had no such value
   int32_t replaces = -1;

@@ -1,4 +1,4 @@
-"""Checks that a budget of a plan for batches without padding holds for transformers' models on padded and shorter ones."""
+"""Checks that a budget planned without padding holds for transformers' models on padded and shorter batches."""
 
 import pytest
 import torch

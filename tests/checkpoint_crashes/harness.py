@@ -184,7 +184,7 @@ def _missed_flip(path: Path, at: int) -> list[str]:
         return ["no error"]
     (checkpoint,) = (found for found in complete_checkpoints(directory) if found.path == path.parent)
     faults = checkpoint.verify()
-    entries = checkpoint._entries[0]
+    entries = checkpoint._parts[0].entries
     (tensor,) = (tensor for tensor, entry in entries.items() if entry.begin <= at < entry.end)
     if len(faults) != 1 or faults[0].file != name or tensor not in faults[0].tensors or faults[0].chunk != at >> 22:
         return [f"verify() returned {faults}, expected one fault that names {tensor} and chunk {at >> 22}"]

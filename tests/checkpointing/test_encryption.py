@@ -264,7 +264,7 @@ def test_a_chunk_of_another_file_is_found_and_named(tmp_path: Path) -> None:
     file.write_bytes(data)
     (fault,) = checkpoint.verify()
     assert (fault.file, fault.chunk, fault.tensors) == (file.name, 1, ("large",))
-    checkpoint._records[0].chunks[1] = other._records[0].chunks[1]  # as if the checksums collided
+    checkpoint._parts[0].record.chunks[1] = other._parts[0].record.chunks[1]  # as if the checksums collided
     with pytest.raises(CheckpointError, match=r"chunk 1 \(large\): its authentication tag does not hold"):
         checkpoint.load()
 

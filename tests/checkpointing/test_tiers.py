@@ -78,7 +78,7 @@ fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSystem]]:
-    monkeypatch.setattr("drivetrain.checkpointing.store.uploader._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("drivetrain.checkpointing.store.remote._FIRST_PAUSE_S", 0.01)
     FlakyFileSystem.clear_instance_cache()
     kind = FlakyFileSystem
     kind.store, kind.pseudo_dirs, kind.calls = {}, [""], []

@@ -3,7 +3,7 @@
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from .state import environment
 from .state.shards import JSON, read_shards
 from .state.training_state import TrainingState, names_of
 from .store.errors import CheckpointError, EncryptionError
+from .store.layout import step_of
 from .store.reading import Checkpoint
 from .tiers import Tiers
 
@@ -26,14 +27,7 @@ _SHOWN_FROM_BYTES = 1 << 30  # smaller checkpoints load before a bar could help
 def load_newest(
     tiers: Tiers, ranks: Ranks, training: TrainingState
 ) -> tuple[Checkpoint, JSON, dict[str, Tensor]] | None:
-    """Loads the newest checkpoint of all tiers whose checksums hold on every rank.
-
-    Rank 0 warns of damaged checkpoints that are newer.
-
-    Args:
-        tiers: The local store and the others.
-        ranks: Agrees with the other ranks.
-        training: Says which parts of sharded tensors this rank has.
+    """Loads the newest checkpoint of all tiers whose checksums hold on every rank, and warns of damaged newer ones.
 
     Returns:
         The checkpoint, this rank's state and the tensors that it refers to; None if the directory has never had a
@@ -46,20 +40,20 @@ def load_newest(
     local = tiers.store.directory
     complete, damaged = tiers.store.survey()
     found = {checkpoint.serial: checkpoint for checkpoint in complete}
-    passed_over: list[CheckpointError] = []
-    fetched: set[int] = set()
+    errors: list[CheckpointError] = [*damaged]  # those of checkpoints that were passed over come first
+    passed, fetched = 0, set()
     bound = max(found, default=0) + 1
     while True:
         mine = max((serial for serial in found if serial < bound), default=0)
         lowest, highest = ranks.agree(mine)
         if highest == 0:
-            if ranks.any_true(bool(passed_over or damaged)):
-                raise _nothing_intact(local, [*passed_over, *damaged])
+            if ranks.any_true(bool(errors)):
+                raise _nothing_intact(local, errors)
             tiers.check_new()
             return None
         if lowest == 0:
-            if passed_over:
-                raise _nothing_intact(local, [*passed_over, *damaged])
+            if passed:
+                raise _nothing_intact(local, errors)
             raise CheckpointError(
                 f"{local} has checkpoints that rank {ranks.rank} or another rank cannot read: all ranks must see the "
                 "same directory. `drivetrain ckpt verify` says which files are damaged."
@@ -75,8 +69,8 @@ def load_newest(
             failure = error
         if ranks.all_true(loaded is not None):
             assert loaded is not None
-            newer = [one for one in damaged if int(one.folder.name.removeprefix("step-")) > checkpoint.step]
-            if ranks.rank == 0 and (reasons := [*map(str, [*passed_over, *newer]), *tiers.damaged]):
+            newer = [one for one in damaged if (step_of(one.folder.name) or 0) > checkpoint.step]
+            if ranks.rank == 0 and (reasons := [*map(str, [*errors[:passed], *newer]), *tiers.damaged]):
                 warnings.warn(
                     f"the training continues with step {checkpoint.step}, because newer checkpoints are damaged: "
                     f"{'; '.join(reasons)}",
@@ -95,18 +89,15 @@ def load_newest(
             found |= {checkpoint.serial: checkpoint for checkpoint in tiers.store.survey().complete}
             continue
         _logger.warning("a checkpoint is passed over: %s", failure)
-        passed_over.append(failure)
+        errors.insert(passed, failure)
+        passed += 1
         del found[mine]
 
 
 def differing_config(
     checkpoint: Checkpoint, state: Mapping[str, JSON], description: Mapping[str, JSON], run: str | None
 ) -> list[str]:
-    """Returns what differs between the settings and the environment of a checkpoint and the present ones.
-
-    Raises:
-        ValueError: Settings differ, and the script does not say that it continues that run nevertheless.
-    """
+    """Returns what differs between the settings and the environment of a checkpoint and the present ones."""
     saved = {name: state[f"run_{name}"] for name in description}
     found = [text for text in environment.differences(saved, description) if "world_size" not in text]
     if run is None and (settings := [text for text in found if text.startswith("config.")]):
@@ -118,18 +109,16 @@ def differing_config(
     return found
 
 
+def of_another_run(error: Exception, checkpoint: Checkpoint) -> ValueError:
+    """Returns an error about a state that does not fit, with what to do for another run."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return ValueError(f"{text}. To start a run other than the one in {checkpoint.path}, choose another directory")
+
+
 def warn_of_differences(
     checkpoint: Checkpoint, world_size: int, resumes: bool, has_gradients: bool, differing: Sequence[str]
 ) -> None:
-    """Warns that bits will not be the same, and why.
-
-    Args:
-        checkpoint: The checkpoint with which the training continues.
-        world_size: The number of ranks now.
-        resumes: True if the position in the data holds on that number.
-        has_gradients: True if the checkpoint has gradients of an unfinished accumulation window.
-        differing: The result of `differing_config`.
-    """
+    """Warns that bits will not be the same, and why."""
     if checkpoint.world_size != world_size:
         warnings.warn(
             f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on {world_size}. "
@@ -176,27 +165,17 @@ def _load(checkpoint: Checkpoint, rank: int, training: TrainingState) -> tuple[J
     with Progress(
         *columns, console=console, transient=True, disable=is_hidden, redirect_stdout=False, redirect_stderr=False
     ) as bar:
-        task = bar.add_task(checkpoint.path.name, total=total)
-        for names in _groups(sizes):
-            tensors.update(checkpoint.read(names))
-            bar.advance(task, sum(sizes[name] for name in names))
+        task, waiting = bar.add_task(checkpoint.path.name, total=total), list(sizes)
+        while waiting:
+            group, nbytes = [], 0
+            while waiting and nbytes < _BYTES_AT_ONCE:
+                group.append(waiting.pop(0))
+                nbytes += sizes[group[-1]]
+            tensors.update(checkpoint.read(group))
+            bar.advance(task, nbytes)
     if is_told:
         _logger.info("loaded %.1f GiB from %s in %.1f s", total / 2**30, checkpoint.path, time.monotonic() - began)
     parts = read_shards(checkpoint, state, training.region)
     tensors |= parts
     checkpoint.record_load(sum(sizes.values()) + sum(part.nbytes for part in parts.values()))
     return state, tensors
-
-
-def _groups(sizes: dict[str, int]) -> Iterator[Sequence[str]]:
-    """Yields the names in their order, in groups of some hundred MiB."""
-    group: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        group.append(name)
-        total += size
-        if total >= _BYTES_AT_ONCE:
-            yield group
-            group, total = [], 0
-    if group:
-        yield group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -92,12 +93,7 @@ def continue_in_place(
                 _logger.warning(
                     "%s lost. %d of %d ranks continue from the newest checkpoint and repeat the steps since then. "
                     "This rank is %d now and was %d; it saw: %s",
-                    lost,
-                    len(ranks),
-                    world_size,
-                    ranks.index(rank),
-                    rank,
-                    error,
+                    *(lost, len(ranks), world_size, ranks.index(rank), rank, error),
                 )
                 traceback.clear_frames(error.__traceback__)  # they keep models, loaders and their workers
             else:
@@ -151,7 +147,10 @@ class _Meeting:
             absent = [one for one in range(world_size) if one not in here]
             is_silent = now - changed >= self._settle
             if all(self._is_lost(one, is_silent) for one in absent):
-                self._propose(members, sorted(here), rank)
+                proposal = folder / f"proposal-{rank}"
+                proposal.write_text(json.dumps(sorted(here)))
+                with contextlib.suppress(FileExistsError):  # another rank was first
+                    os.link(proposal, members)
             elif now >= deadline:
                 raise TimeoutError(
                     f"rank {rank} waited {self._timeout:g} s for {', '.join(map(self.describe, absent))} after the "
@@ -186,12 +185,3 @@ class _Meeting:
     def _is_lost(self, rank: int, is_silent: bool) -> bool:
         process, host = self._processes[rank], this_process()["host"]
         return has_ended(process) if host and process["host"] == host else is_silent
-
-    def _propose(self, members: Path, ranks: list[int], rank: int) -> None:
-        """Writes the list, unless another rank was first."""
-        mine = members.with_name(f"proposal-{rank}")
-        mine.write_text(json.dumps(ranks))
-        try:
-            os.link(mine, members)
-        except FileExistsError:
-            _logger.debug("rank %d takes the list of another rank", rank)

@@ -13,11 +13,11 @@ from .preemption.agreement import Ranks
 from .store import directory as disk
 from .store.access import refusal
 from .store.errors import CheckpointError
-from .store.identity import Identity, Origin
+from .store.identity import Identity
 from .store.reading import Checkpoint, DamagedError, complete_checkpoints, manifests
-from .store.remote import RemoteDirectory
+from .store.remote import Remote, RemoteDirectory
 from .store.store import Store
-from .store.uploader import Remote, TierStatus, Uploader
+from .store.uploader import TierStatus, Uploader
 
 _logger = logging.getLogger("drivetrain")
 TIERS = "tiers.json"  # what the tiers of a directory hold, for `drivetrain ckpt ls`
@@ -25,13 +25,6 @@ TIERS = "tiers.json"  # what the tiers of a directory hold, for `drivetrain ckpt
 
 class Tiers:
     """Runs the tiers of a local store. All ranks call the same methods in the same order.
-
-    Args:
-        remotes: The tiers besides the local directory.
-        ranks: Agrees with the other ranks.
-
-    Raises:
-        TypeError: A member is no Remote.
 
     Attributes:
         damaged: The faults of remote checkpoints that are newer than the one taken, on rank 0.
@@ -51,9 +44,7 @@ class Tiers:
     def open(self, store: Store, home: str, run: str | None) -> None:
         """Opens the tiers, and downloads the newest checkpoint if a remote has a newer one than this host.
 
-        Args:
-            store: The local store.
-            home, run: See `Identity`.
+        `home` and `run` are as `Identity` takes them.
 
         Raises:
             CheckpointError: This user may not save into the directory. Or no checkpoint is here, and a remote that may
@@ -65,16 +56,17 @@ class Tiers:
         failure: CheckpointError | None = None
         if self._ranks.rank == 0:
             self._uploaders = [Uploader(one, self._write_status) for one in self._remotes]
-            store.follow(self)
+            store.on_complete, store.is_held = self._completed, self._is_held
             self._write_status()
             try:
                 # Reads no key: an error of rank 0 alone must come after the exchange.
                 self._identity = Identity(store.directory, home, run)
-                self._identity.settle([Origin(one.run, one.home) for one in manifests(store.directory)])
+                for one in manifests(store.directory):
+                    self._identity.settle(one)
                 if self._uploaders:
                     complete = complete_checkpoints(store.directory)
                     self._download(max((one.serial for one in complete), default=0))
-                store.belong_to(self._identity.begin())
+                store.origin = self._identity.begin()
             except CheckpointError as error:
                 failure = error
             except OSError as error:
@@ -82,11 +74,7 @@ class Tiers:
         self._raise_together(failure)
 
     def fetch(self, above: int, up_to: int) -> bool:
-        """Downloads the newest remote checkpoint with a serial above the first number, up to the second.
-
-        Returns:
-            On all ranks, whether an intact one is now in the local directory.
-        """
+        """Downloads the newest remote checkpoint with a serial above the first number, up to the second."""
         if not self._remotes:
             return False
         is_there = False
@@ -105,11 +93,11 @@ class Tiers:
     def check_new(self) -> None:
         """Raises CheckpointError on all ranks if no checkpoint was found, although the run has had one."""
         failure: CheckpointError | None = None
-        if self._identity is not None:
-            try:
+        try:
+            if self._identity is not None:
                 self._identity.check_new()
-            except CheckpointError as error:
-                failure = error
+        except CheckpointError as error:
+            failure = error
         self._raise_together(failure)
 
     def finish(self, timeout: float) -> str | None:
@@ -117,10 +105,9 @@ class Tiers:
         deadline = time.monotonic() + timeout
         failures = [one.finish(max(0.0, deadline - time.monotonic())) for one in self._uploaders]
         self._write_status()  # an uploader may have ended an upload, but not yet said so in the file
-        return "; ".join(failure for failure in failures if failure is not None) or None
+        return "; ".join(filter(None, failures)) or None
 
     def close(self) -> None:
-        """Ends the uploads."""
         for uploader in self._uploaders:
             uploader.close()
         with self._guard:  # a thread that ends an upload later must not write the file of another run
@@ -130,20 +117,15 @@ class Tiers:
         """Returns the state of each remote on rank 0, and nothing on other ranks."""
         return [uploader.status() for uploader in self._uploaders]
 
-    # ---- The store calls these on rank 0, in its thread.
-
-    def completed(self, path: Path) -> None:
+    def _completed(self, path: Path) -> None:
         """Uploads a checkpoint to each remote that is due."""
         if self._identity is not None:
             self._identity.completed()
         for uploader in self._uploaders:
             uploader.completed(path)
 
-    def holds(self, path: Path) -> bool:
-        """Returns whether an upload still needs a checkpoint."""
+    def _is_held(self, path: Path) -> bool:
         return any(uploader.holds(path) for uploader in self._uploaders)
-
-    # ---- Parts.
 
     def _raise_together(self, failure: CheckpointError | None) -> None:
         if self._ranks.any_true(failure is not None):
@@ -152,25 +134,24 @@ class Tiers:
             )
 
     def _download(self, above: int, up_to: float = math.inf) -> bool:
-        """Downloads the newest intact remote checkpoint with a serial above the first number, up to the second.
+        """Downloads what `fetch` does, on rank 0.
 
         Raises:
             CheckpointError: `above` is 0, and a remote cannot be read or none of their checkpoints is intact.
         """
+        assert self._identity is not None
         candidates: list[tuple[int, str, RemoteDirectory]] = []
         problems = []
         for uploader in self._uploaders:
+            remote = uploader.remote
             try:
-                found = uploader.remote.manifests()
+                found = remote.manifests()
             except CheckpointError as error:
-                problems.append(f"{uploader.remote.url}, which may have one, cannot be read: {error}")
+                problems.append(f"{remote.url}, which may have one, cannot be read: {error}")
                 continue
-            for one in found.values():
-                assert self._identity is not None
-                self._identity.settle_remote(uploader.remote.url, Origin(one.run, one.home))
-            candidates += [
-                (one.serial, name, uploader.remote) for name, one in found.items() if above < one.serial <= up_to
-            ]
+            for name, one in found.items():
+                self._identity.settle(one, remote.url)
+                candidates += [(one.serial, name, remote)] if above < one.serial <= up_to else []
             uploader.newest_found = max((one.serial for one in found.values()), default=0)
         for _, name, remote in sorted(candidates, key=lambda one: one[0], reverse=True):
             problem = _fetched(remote, name, self.store.directory)
@@ -187,13 +168,10 @@ class Tiers:
 
     def _write_status(self) -> None:
         """Writes what `drivetrain ckpt ls` shows of the tiers."""
-        if not self._uploaders:
-            return
         with self._guard:  # the state is read here too, so that the last writer writes the newest
-            if not self._is_open:
-                return
-            note = {"drivetrain": "tiers", "remotes": [one._asdict() for one in self.status()]}
-            disk.replace_note(self.store.directory / TIERS, note)
+            if self._uploaders and self._is_open:
+                note = {"drivetrain": "tiers", "remotes": [one._asdict() for one in self.status()]}
+                disk.replace_note(self.store.directory / TIERS, note)
 
 
 def _fetched(remote: RemoteDirectory, name: str, directory: Path) -> str | None:
@@ -206,15 +184,15 @@ def _fetched(remote: RemoteDirectory, name: str, directory: Path) -> str | None:
     try:
         folder = remote.download(name, directory)
         try:
-            faults = [str(fault) for fault in Checkpoint(folder).verify()]
+            faults = Checkpoint(folder).verify()
         except DamagedError as error:
-            faults = [str(error.fault)]
+            faults = [error.fault]
         if faults:
             disk.remove_files(folder)
             return f"{remote.url}/{name}: {faults[0]}"
         disk.publish(folder, directory / name)
-    except CheckpointError as error:
-        return str(error)
+    except (CheckpointError, FileNotFoundError) as error:
+        return f"{remote.url}/{name} cannot be read: {error}"
     except OSError as error:
         raise CheckpointError(f"{remote.url}/{name} was not written to {directory}: {error}") from error
     return None

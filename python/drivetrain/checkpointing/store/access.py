@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import pwd
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from .audit import AUDIT
-from .layout import LEFTOVER, LOCK, STEP
+from .directory import user_name
+from .layout import LEFTOVER, LOCK, step_of
+
+_CHANGE = os.R_OK | os.W_OK | os.X_OK  # of a folder
 
 
 def refusal(directory: Path, is_first: bool) -> str | None:
-    """Returns why this user cannot save into a directory, and what to do; None if it can.
+    """Returns why this user cannot save into a directory, which may not exist, and what to do; None if it can.
 
-    Args:
-        directory: The directory; it may not exist.
-        is_first: True on rank 0, which also deletes old checkpoints and writes the files of the run.
+    Rank 0, for which `is_first` is True, also deletes old checkpoints and writes the files of the run.
     """
     try:
         refused = next((one for one in _needed(directory, is_first) if not _may(*one)), None)
@@ -29,14 +28,14 @@ def refusal(directory: Path, is_first: bool) -> str | None:
         return None
     path, mode = refused
     try:
-        owner = _name(path.stat().st_uid)
+        owner = user_name(path.stat().st_uid)
     except OSError:
         owner = "another user"
-    what = "write to" if mode & os.W_OK else "read"
     return (
-        f"{directory} cannot be continued by {_name(os.geteuid())}, who may not {what} {path}, which belongs to "
-        f"{owner}. To share the run in a group, its owner runs `chmod -R g+rwX {directory}`, and from then on all "
-        "start it under `umask 002`. Or choose another directory."
+        f"{directory} cannot be continued by {user_name(os.geteuid())}, who may not "
+        f"{'write to' if mode & os.W_OK else 'read'} {path}, which belongs to {owner}. To share the run in a group, "
+        f"its owner runs `chmod -R g+rwX {directory}`, and from then on all start it under `umask 002`. Or choose "
+        "another directory."
     )
 
 
@@ -48,32 +47,16 @@ def _may(path: Path, mode: int) -> bool:
 
 def _needed(directory: Path, is_first: bool) -> Iterator[tuple[Path, int]]:
     """Yields the paths that a run uses, with the access that it needs."""
-    change = os.R_OK | os.W_OK | os.X_OK
     if not directory.is_dir():
         parents = [one for one in directory.parents if one.is_dir()]
         yield from [(parents[0], os.W_OK | os.X_OK)] if parents and not directory.exists() else []
         return
-    yield directory, change
-    if not is_first:
-        return
-    for path in sorted(directory.iterdir()):
-        is_folder = not path.is_symlink() and path.is_dir()
-        if is_folder and (STEP.fullmatch(path.name) or LEFTOVER.fullmatch(path.name)):
-            yield path, change
-            yield from ((file, os.R_OK) for file in sorted(path.iterdir()))
-        elif path.name in (LOCK, AUDIT):
+    yield directory, _CHANGE
+    for path in sorted(directory.iterdir()) if is_first else ():
+        if path.name in (LOCK, AUDIT):
             yield path, os.R_OK | os.W_OK
-
-
-def share(path: Path, like: Path) -> None:
-    """Gives a new file the mode of another one, which was made under the umask and the rules of its folder."""
-    wanted = stat.S_IMODE(like.stat().st_mode)
-    if stat.S_IMODE(path.stat().st_mode) != wanted:
-        path.chmod(wanted)
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
+            continue
+        is_ours = step_of(path.name) is not None or LEFTOVER.fullmatch(path.name)
+        if is_ours and path.is_dir() and not path.is_symlink():
+            yield path, _CHANGE
+            yield from ((file, os.R_OK) for file in sorted(path.iterdir()))

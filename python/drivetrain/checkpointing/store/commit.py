@@ -10,9 +10,10 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ import torch
 
 from ..._C import Snapshot, crc32c
 from . import directory as disk
-from .access import share
 from .coordinator import Coordinator
 from .encryption import TAG_BYTES, Encryption, FileCipher
 from .errors import CheckpointError
 from .identity import Origin
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
 from .manifest import Manifest, RankFiles, Record, hexadecimal, seal
+from .reading import manifests
 from .save import NICE, Save
 
 _logger = logging.getLogger("drivetrain")
@@ -52,69 +53,53 @@ _ADVICE = {
 class Writer:
     """Writes saves of one rank into a directory. All ranks write the same saves in the same order.
 
-    Args:
-        directory: The directory.
-        rank: This rank.
-        world_size: Number of ranks.
-        coordinator: Passes messages between ranks; None for one rank.
-        timeout_s: Limit on every wait.
-        encryption: The keys that encrypt; None writes plain files.
-        next_serial: Returns the serial of the next checkpoint. Only rank 0 calls it.
-        origin: The run that the next checkpoints belong to.
+    `timeout_s` is the limit on every wait.
     """
 
     directory: Path
-    rank: int
-    world_size: int
-    coordinator: Coordinator | None
+    coordinator: Coordinator
     timeout_s: float
     encryption: Encryption | None
-    next_serial: Callable[[], int]
-    origin: Origin = field(default_factory=Origin)
     _old_keys: list[str] = field(default_factory=list)
 
-    def write(self, index: int, save: Save) -> Path:
-        """Writes save number `index` and waits until it is complete on all ranks. Returns the checkpoint's folder.
+    def __post_init__(self) -> None:
+        self.rank, self.world_size = self.coordinator.rank, self.coordinator.world_size
 
-        Raises:
-            CheckpointError: Any rank failed. Errors of this one are as they came: see `explained`.
+    def write(self, index: int, save: Save, origin: Origin) -> Path:
+        """Writes save number `index` of a run and waits until it is complete on all ranks. Returns its folder.
+
+        Raises the errors of this rank as they come, and a CheckpointError if another one has failed.
         """
-        return self._lead(index, save) if self.rank == 0 else self._follow(index, save)
+        return self._lead(index, save, origin) if self.rank == 0 else self._follow(index, save)
 
     def refuse(self, index: int, step: int, error: Exception) -> None:
         """Tells the other ranks that this one cannot take part in save number `index`."""
         self._tell_failure(f"{index}/begin" if self.rank == 0 else f"{index}/part/{self.rank}", step, error)
 
-    def _lead(self, index: int, save: Save) -> Path:
+    def _lead(self, index: int, save: Save, origin: Origin) -> Path:
         final = self.directory / step_name(save.step)
         temporary = self.directory / temporary_name(save.step)
         key = f"{index}/begin"
         try:
             temporary.mkdir()
-            begin = {"step": save.step, "folder": temporary.name, "host": socket.gethostname()}
             checkpoint = secrets.token_hex(16)  # identifies the checkpoint in encrypted files
-            self._tell(key, {**begin, "checkpoint": checkpoint})
+            begin = {"folder": temporary.name, "host": socket.gethostname(), "checkpoint": checkpoint}
+            self.coordinator.tell(key, {"step": save.step, **begin})
             key = f"{index}/end"
             parts = [self._write_part(save, temporary, checkpoint), *self._gather(index, save.step, temporary)]
-            cipher = self._new_cipher(MANIFEST)
-            manifest = Manifest(
-                self.next_serial(),
-                save.step,
-                self.world_size,
-                time.time(),
-                parts,
-                checkpoint,
-                None if cipher is None else cipher.protection,
-                *self.origin,
-            )
+            cipher = None if self.encryption is None else self.encryption.new_cipher(MANIFEST)
+            protection = None if cipher is None else cipher.protection
+            serial = max((manifest.serial for manifest in manifests(self.directory)), default=0) + 1
+            about = (save.step, self.world_size, time.time())
+            manifest = Manifest(serial, *about, parts, checkpoint, protection, *origin)
             disk.write_file(temporary / MANIFEST, seal(manifest, cipher))
-            disk.sync_folder(temporary)
+            disk.sync(temporary)
             disk.publish(temporary, final)
         except BaseException as error:
             self._discard(temporary, save)
             self._tell_failure(key, save.step, error)
             raise
-        self._tell(key, {"step": save.step, "folder": final.name})
+        self.coordinator.tell(key, {"step": save.step, "folder": final.name})
         self._await_readers(index)
         return final
 
@@ -124,8 +109,6 @@ class Writer:
         This process may host the store and end right after its last save. Ranks that had not read the end of that save
         would then report it as failed. A rank that does not answer is no error: the checkpoint is complete.
         """
-        if self.coordinator is None:
-            return
         deadline = time.monotonic() + min(_READ_S, self.timeout_s)
         with contextlib.suppress(CheckpointError):
             for rank in range(1, self.world_size):
@@ -140,7 +123,7 @@ class Writer:
             temporary = self.directory / begin["folder"]
             self._await_visible(temporary, f"rank 0 on host {begin['host']} made")
             part = self._write_part(save, temporary, begin["checkpoint"])
-            self._tell(key, {"step": save.step, "host": socket.gethostname(), **vars(part)})
+            self.coordinator.tell(key, {"step": save.step, "host": socket.gethostname(), **vars(part)})
             key = ""
             end = self._ask(f"{index}/end", save.step, "rank 0 to complete the checkpoint")
         except BaseException as error:
@@ -150,15 +133,15 @@ class Writer:
                 self._tell_failure(key, save.step, error)
             raise
         with contextlib.suppress(CheckpointError):  # rank 0 does not need the answer, and the checkpoint is complete
-            self._tell(f"{index}/read/{self.rank}", {"step": save.step})
+            self.coordinator.tell(f"{index}/read/{self.rank}", {"step": save.step})
         final: Path = self.directory / end["folder"]
         return final
 
     def _write_part(self, save: Save, folder: Path, checkpoint: str) -> RankFiles:
         snapshot = save._snapshot
         assert snapshot is not None
-        name = part_name(self.rank, self.world_size, "safetensors")
-        cipher = self._new_cipher(name)
+        name, record_name = (part_name(self.rank, self.world_size, suffix) for suffix in ("safetensors", "json"))
+        cipher = None if self.encryption is None else self.encryption.new_cipher(name)
         snapshot.write(os.fspath(folder / name), True, _WRITE_THREADS, NICE)
         save._key_id = None if cipher is None else cipher.protection.key_id
         tags = [] if cipher is None else self._encrypt(snapshot, cipher, checkpoint)
@@ -168,22 +151,30 @@ class Writer:
                 "Check it, or raise `timeout`."
             )
         save.write_s = time.monotonic() - save._began
-        record = self._record(save, snapshot, name)
-        if cipher is None:
-            data = seal(record)
-        else:
-            secret = {"state": save._state, "header": base64.b64encode(save._header).decode()}
-            hidden = replace(record, checkpoint=checkpoint, tags=tags, protection=cipher.protection)
-            hidden = replace(hidden, state=None, header_crc32c="")
-            data = seal(hidden, cipher, json.dumps(secret).encode())
-        record_name = part_name(self.rank, self.world_size, "json")
+        record = Record(
+            step=save.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            file=name,
+            file_bytes=snapshot.nbytes,
+            header_bytes=len(save._header),
+            header_crc32c=hexadecimal(crc32c(save._header)) if cipher is None else "",
+            chunk_bytes=CHUNK_BYTES,
+            chunks=[hexadecimal(checksum) for checksum in snapshot.checksums()],
+            state=save._state if cipher is None else None,
+            checkpoint=checkpoint,
+            tags=tags,
+            protection=None if cipher is None else cipher.protection,
+        )
+        secret = {} if cipher is None else {"state": save._state, "header": base64.b64encode(save._header).decode()}
+        data = seal(record, cipher, json.dumps(secret).encode())
         disk.write_file(folder / record_name, data)
-        share(folder / name, folder / record_name)
-        disk.sync_folder(folder)
+        # Python has made the record under the umask and the rules of the folder; the tensors get its mode.
+        mode, wanted = (stat.S_IMODE((folder / one).stat().st_mode) for one in (name, record_name))
+        if mode != wanted:
+            (folder / name).chmod(wanted)
+        disk.sync(folder)
         return RankFiles(record_name, len(data), hexadecimal(crc32c(data)), name, snapshot.nbytes)
-
-    def _new_cipher(self, file: str) -> FileCipher | None:
-        return None if self.encryption is None else FileCipher.new(self.encryption, file)
 
     def _encrypt(self, snapshot: Snapshot, cipher: FileCipher, checkpoint: str) -> list[str]:
         """Encrypts each chunk once it is copied, and returns the tags. Stops early if the snapshot fails."""
@@ -194,23 +185,9 @@ class Writer:
             chunk = snapshot.chunk(index, max(0.0, deadline - time.monotonic()))
             if chunk is None:
                 break  # waiting for the written file tells why
-            tags.append(cipher.seal_chunk(index, cipher.place(checkpoint, index, snapshot.nbytes), chunk, sealed))
+            tags.append(cipher.seal_chunk(checkpoint, index, snapshot.nbytes, chunk, sealed))
             snapshot.replace_chunk(index, sealed)
         return tags
-
-    def _record(self, save: Save, snapshot: Snapshot, name: str) -> Record:
-        return Record(
-            step=save.step,
-            rank=self.rank,
-            world_size=self.world_size,
-            file=name,
-            file_bytes=snapshot.nbytes,
-            header_bytes=len(save._header),
-            header_crc32c=hexadecimal(crc32c(save._header)),
-            chunk_bytes=CHUNK_BYTES,
-            chunks=[hexadecimal(checksum) for checksum in snapshot.checksums()],
-            state=save._state,
-        )
 
     def _gather(self, index: int, step: int, folder: Path) -> Iterator[RankFiles]:
         """Yields the parts of the other ranks, after a look at their files, which proves a shared file system."""
@@ -228,9 +205,8 @@ class Writer:
                     "the ranks do not share one file system, or it lost data."
                 )
             yield part
-        if self.coordinator is not None:
-            for key in self._old_keys:
-                self.coordinator.forget(key)
+        for key in self._old_keys:
+            self.coordinator.forget(key)
         sent = [f"{index}/{what}/{rank}" for what in ("part", "read") for rank in range(1, self.world_size)]
         self._old_keys = [f"{index}/begin", f"{index}/end", *sent]
 
@@ -242,23 +218,17 @@ class Writer:
                     f"rank {self.rank} on host {socket.gethostname()} does not see {path}, which {made_by}: the ranks "
                     "do not share this file system. Choose a directory that all hosts mount."
                 )
-            if self.coordinator is not None:
-                self.coordinator.look(f"{path}, which {made_by}")
+            self.coordinator.look(f"{path}, which {made_by}")
             time.sleep(0.02)
-
-    def _tell(self, key: str, message: dict[str, Any]) -> None:
-        if self.coordinator is not None:
-            self.coordinator.tell(key, message)
 
     def _tell_failure(self, key: str, step: int, error: BaseException) -> None:
         """Tells the other ranks why they wait in vain. A store that fails as well must not hide the first error."""
         try:
-            self._tell(key, {"step": step, "error": f"rank {self.rank}: {describe(error)}"})
+            self.coordinator.tell(key, {"step": step, "error": f"rank {self.rank}: {describe(error)}"})
         except CheckpointError as other:
             _logger.warning("the other ranks were not notified of a failed save: %s", other)
 
     def _ask(self, key: str, step: int, what: str) -> dict[str, Any]:
-        assert self.coordinator is not None
         message = self.coordinator.ask(key, self.timeout_s, what)
         if message["step"] != step:
             raise CheckpointError(
@@ -281,16 +251,6 @@ class Writer:
             return
         except OSError as error:
             _logger.warning("%s of the failed save of step %d is left: %s", temporary, save.step, error)
-
-    @contextlib.contextmanager
-    def explained(self, step: int) -> Iterator[None]:
-        """Raises a CheckpointError that says what any error in the block means for a save."""
-        try:
-            yield
-        except Exception as error:
-            raise CheckpointError(
-                f"step {step} was not saved to {self.directory}: {describe(error)} Older checkpoints are unharmed."
-            ) from (error.__cause__ if isinstance(error, CheckpointError) else error)
 
 
 def describe(error: BaseException) -> str:

@@ -40,19 +40,11 @@ class Coordinator:
         self._looked_at = time.monotonic()
 
     def tell(self, key: str, message: dict[str, Any]) -> None:
-        """Publishes a message under a key.
-
-        Raises:
-            CheckpointError: The store does not answer.
-        """
+        """Publishes a message under a key."""
         self._call("set", key, json.dumps(message))
 
     def has(self, key: str) -> bool:
-        """Returns whether a message was published under a key.
-
-        Raises:
-            CheckpointError: The store does not answer.
-        """
+        """Returns whether a message was published under a key."""
         return bool(self._call("check", key))
 
     def abandon(self) -> None:
@@ -60,12 +52,7 @@ class Coordinator:
         self._is_abandoned.set()
 
     def ask(self, key: str, timeout_s: float, what: str) -> dict[str, Any]:
-        """Waits for the message under a key and returns it.
-
-        Raises:
-            CheckpointError: It did not come within `timeout_s` or before `abandon`, a rank of this host has ended, or
-                the store does not answer. `what` describes it.
-        """
+        """Waits for the message under a key and returns it."""
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_PAUSE_S
         while True:
@@ -83,11 +70,7 @@ class Coordinator:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def look(self, what: str) -> None:
-        """Raises if a rank of this host has ended, which no save can complete without. Call it while waiting.
-
-        Raises:
-            CheckpointError: A rank has ended. `what` describes what the caller waits for.
-        """
+        """Raises if a rank of this host has ended, which no save can complete without. Call it while waiting."""
         if time.monotonic() - self._looked_at < _LOOK_S:
             return
         for rank in set(range(self.world_size)) - {self.rank} - set(self._processes):

@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import pwd
 import socket
 import time
 import weakref
@@ -16,10 +17,33 @@ from pathlib import Path
 
 from ..._C import exchange_paths
 from .errors import CheckpointError
-from .layout import LEFTOVER, LOCK, is_known, temporary_name
+from .layout import LEFTOVER, LOCK, is_known, step_of, temporary_name
 
 _logger = logging.getLogger("drivetrain")
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # by another process
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def user_name(uid: int) -> str:
+    """Returns a user's name, or the number of one without a name, as in a container."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def take_lock(descriptor: int, timeout_s: float) -> OSError | None:
+    """Waits for a file's lock. Returns None once this process has it, and otherwise why not."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _HELD or time.monotonic() >= deadline:
+                return error
+        else:
+            return None
+        time.sleep(0.02)
 
 
 def unlock_and_close(descriptor: int) -> None:
@@ -31,19 +55,13 @@ def unlock_and_close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Makes the contents of a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Makes the contents of a file durable."""
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def make_folders(folder: Path) -> None:
@@ -53,11 +71,11 @@ def make_folders(folder: Path) -> None:
     make_folders(folder.parent)
     with contextlib.suppress(FileExistsError):  # another rank was faster
         folder.mkdir()
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a new file and makes its contents durable; its name is durable after `sync_folder`.
+    """Writes a new file and makes its contents durable; its name is durable after `sync`.
 
     The umask and the folder decide about the access of others, here and in all other files of a checkpoint.
     """
@@ -74,7 +92,7 @@ def replace_note(path: Path, content: Mapping[str, object]) -> None:
         temporary.unlink(missing_ok=True)  # a colleague's process may have left it
         write_file(temporary, json.dumps(content, indent=1).encode())
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         _logger.warning("%s was not written: %s", path, error)
 
@@ -88,29 +106,21 @@ def publish(temporary: Path, final: Path) -> None:
             temporary.rename(final)
     else:
         temporary.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     if temporary.exists():
         remove_files(temporary)
 
 
 def retire(final: Path) -> Path:
     """Renames a checkpoint so that it is none anymore, durably, before its files are deleted one by one."""
-    step = int(final.name.removeprefix("step-"))
-    trash = final.with_name(temporary_name(step, "trash"))
+    trash = final.with_name(temporary_name(step_of(final.name) or 0, "trash"))
     final.rename(trash)
-    sync_folder(final.parent)
+    sync(final.parent)
     return trash
 
 
 def remove_files(folder: Path) -> bool:
-    """Deletes a leftover with the files that this package wrote. Keeps the folder if it holds anything else.
-
-    Returns:
-        True if the folder is gone.
-
-    Raises:
-        OSError: A file cannot be deleted.
-    """
+    """Deletes a leftover, and returns True. Returns False for a folder with foreign files, of which all is kept."""
     entries = sorted(folder.iterdir())
     strange = [entry.name for entry in entries if entry.is_symlink() or not entry.is_file() or not is_known(entry.name)]
     if strange:
@@ -134,13 +144,8 @@ def leftovers(directory: Path) -> list[Path]:
 class Lock:
     """Holds a directory for one process with flock. The kernel releases it when the process ends, however it ends.
 
-    Args:
-        directory: The directory.
-        timeout_s: A process that is being killed may still hold the lock: wait that long for it.
-
-    Raises:
-        CheckpointError: Another process, or another store of this process, holds the directory.
-        OSError: The lock file cannot be made.
+    It waits up to `timeout_s`, as a process that is being killed may hold the directory, and then raises a
+    CheckpointError. An OSError says that the lock file cannot be made.
     """
 
     def __init__(self, directory: Path, timeout_s: float = 0) -> None:
@@ -150,13 +155,12 @@ class Lock:
         _locks.add(self)  # before the lock is taken: another thread may fork at any time
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._take(path, time.monotonic() + timeout_s)
+            self._take(path, timeout_s)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Releases the directory."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             unlock_and_close(descriptor) if os.getpid() == self._pid else os.close(descriptor)
@@ -164,23 +168,16 @@ class Lock:
     def __del__(self) -> None:
         self.close()
 
-    def _take(self, path: Path, deadline: float) -> None:
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    _logger.warning("%s cannot be locked (%s): use it from one job only", path.parent, error.strerror)
-                    return
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                if time.monotonic() >= deadline:
-                    raise CheckpointError(
-                        f"{path.parent} is in use by {self._holder()}: "
-                        "give each run its own directory, or end that run."
-                    ) from None
-                time.sleep(0.05)
+    def _take(self, path: Path, timeout_s: float) -> None:
+        if (error := take_lock(self._descriptor, timeout_s)) is not None:
+            if error.errno in _HELD:
+                raise CheckpointError(
+                    f"{path.parent} is in use by {self._holder()}: give each run its own directory, or end that run."
+                ) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise error
+            _logger.warning("%s cannot be locked (%s): use it from one job only", path.parent, error.strerror)
+            return
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 

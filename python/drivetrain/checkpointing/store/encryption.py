@@ -8,11 +8,13 @@ encrypts each chunk once, under the nonce that counts the chunks, so that no pai
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -69,12 +71,7 @@ class Encryption:
                 "encryption needs the package cryptography: pip install 'drivetrain[encryption]'"
             ) from error
         self.accept_plain = accept_plain
-        if key is not None:
-            self._source = key
-        elif key_file is not None:
-            self._source = _keys_of(f"key_file {os.fspath(key_file)}", lambda: _contents(key_file))
-        elif key_env is not None:
-            self._source = _keys_of(f"the environment variable {key_env}", lambda: _variable(key_env))
+        self._source: KeySource = key or functools.partial(_from_text, key_file, key_env or "")
         self._known: dict[str, bytes] = {}  # a key management service may be slow, or charge for each call
 
     def current(self) -> tuple[str, bytes]:
@@ -86,14 +83,21 @@ class Encryption:
         return self._ask(None)
 
     def find(self, key_id: str) -> bytes:
-        """Returns the key with this identifier.
-
-        Raises:
-            EncryptionError: The source has no such key.
-        """
+        """Returns the key with this identifier. Raises EncryptionError if the source has no such key."""
         if key_id not in self._known:
             self._known[key_id] = self._ask(key_id)[1]
         return self._known[key_id]
+
+    def new_cipher(self, file: str) -> FileCipher:
+        """Returns the cipher of a new file, with the current key and a salt of its own."""
+        key_id, key = self.current()
+        return FileCipher(key, Protection(CIPHER, key_id, secrets.token_hex(_SALT_BYTES)), file)
+
+    def cipher_of(self, protection: Protection, file: str) -> FileCipher:
+        """Returns the cipher of a file that exists. Raises EncryptionError if a newer drivetrain has chosen another."""
+        if protection.cipher != CIPHER:
+            raise EncryptionError(f"{file} is encrypted with {protection.cipher}, expected {CIPHER}: update drivetrain")
+        return FileCipher(self.find(protection.key_id), protection, file)
 
     def _ask(self, key_id: str | None) -> tuple[str, bytes]:
         what = "the current key" if key_id is None else f"the key {key_id!r}"
@@ -112,39 +116,22 @@ class Encryption:
 
 
 class FileCipher:
-    """Encrypts and decrypts the texts and chunks of one rank's files, or the manifest.
+    """Encrypts and decrypts the record of one rank and the chunks of its tensor file, or the manifest.
 
-    Args:
-        key: The user's key, which the keys of the files derive from.
-        protection: The salt, and the identifier of the key.
-        file: Name of the tensor file that the chunks are of; for a manifest, the manifest's name.
+    All keys derive from the user's key, `protection` and the name of the tensor file, or the manifest's name.
     """
 
     def __init__(self, key: bytes, protection: Protection, file: str) -> None:
-        self.protection = protection
-        self._file = file
-        self._text, self._chunks = (_derived(key, protection, f"{kind} {file}") for kind in ("text", "chunks"))
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    @classmethod
-    def new(cls, encryption: Encryption, file: str) -> FileCipher:
-        """Draws a salt and takes the current key.
+        def derived(kind: str) -> Any:
+            salt, purpose = bytes.fromhex(protection.salt), f"drivetrain checkpoint {kind} {file}"
+            return AESGCM(HKDF(hashes.SHA256(), _KEY_BYTES, salt, purpose.encode()).derive(key))
 
-        Raises:
-            EncryptionError: There is no current key.
-        """
-        key_id, key = encryption.current()
-        return cls(key, Protection(CIPHER, key_id, secrets.token_hex(_SALT_BYTES)), file)
-
-    @classmethod
-    def of(cls, encryption: Encryption, protection: Protection, file: str) -> FileCipher:
-        """Returns the cipher of files that exist.
-
-        Raises:
-            EncryptionError: The key is unknown, or a newer drivetrain has chosen another cipher.
-        """
-        if protection.cipher != CIPHER:
-            raise EncryptionError(f"{file} is encrypted with {protection.cipher}, expected {CIPHER}: update drivetrain")
-        return cls(encryption.find(protection.key_id), protection, file)
+        self.protection, self._file = protection, file
+        self._text, self._chunks = derived("text"), derived("chunks")
 
     def seal_text(self, secret: bytes, visible: bytes) -> bytes:
         """Encrypts `secret`, and authenticates it with `visible`. Call it once."""
@@ -152,99 +139,79 @@ class FileCipher:
         return sealed
 
     def unseal_text(self, sealed: bytes, visible: bytes) -> bytes:
-        """Reverses `seal_text`.
-
-        Raises:
-            ValueError: Something has changed, or the key is another one.
-        """
-        from cryptography.exceptions import InvalidTag
-
-        try:
+        """Reverses `seal_text`. Raises ValueError if anything has changed, or the key is another one."""
+        with _checked():
             secret: bytes = self._text.decrypt(bytes(_NONCE_BYTES), sealed, visible)
-        except InvalidTag:
-            raise ValueError(_CHANGED) from None
         return secret
 
-    def seal_chunk(self, index: int, place: bytes, chunk: Tensor, sealed: Tensor) -> str:
-        """Encrypts a chunk once.
-
-        Args:
-            index: The index of the chunk in its file.
-            place: The text of `place`, which is authenticated with the chunk.
-            chunk: Its bytes, uint8, shape (n,).
-            sealed: Receives the encrypted bytes and the tag, uint8, shape (m,) with m >= n + 16.
-
-        Returns:
-            The tag in hexadecimal digits.
-        """
-        end = chunk.numel() + TAG_BYTES
-        self._chunks.encrypt_into(_nonce(index), _memory(chunk), place, _memory(sealed[:end]))
-        return bytes(_memory(sealed[end - TAG_BYTES : end])).hex()
-
-    def unseal_chunk(self, index: int, place: bytes, sealed: Tensor, tag: str) -> Tensor:
-        """Returns the bytes of a chunk, uint8, shape (n,).
-
-        Args:
-            index, place: As for `seal_chunk`.
-            sealed: The encrypted bytes with room for the tag, uint8, shape (n + 16,).
-            tag: The tag in hexadecimal digits.
-
-        Raises:
-            ValueError: The chunk or its place has changed, or the key is another one.
-        """
-        from cryptography.exceptions import InvalidTag
-
-        chunk = torch.empty(sealed.numel() - TAG_BYTES, dtype=torch.uint8, device="cpu")
-        _memory(sealed)[-TAG_BYTES:] = bytes.fromhex(tag)
-        try:
-            self._chunks.decrypt_into(_nonce(index), _memory(sealed), place, _memory(chunk))
-        except InvalidTag:
-            raise ValueError(_CHANGED) from None
-        return chunk
-
-    def place(self, checkpoint: str, index: int, file_bytes: int) -> bytes:
-        """Returns the text that no other chunk has.
+    def seal_chunk(self, checkpoint: str, index: int, file_bytes: int, chunk: Tensor, sealed: Tensor) -> str:
+        """Encrypts a chunk once, and authenticates its place. Returns the tag in hexadecimal digits.
 
         Args:
             checkpoint: The identifier of the checkpoint.
             index: The index of the chunk in its file.
             file_bytes: The size of the file.
+            chunk: Its bytes, uint8, shape (n,).
+            sealed: Receives the encrypted bytes and the tag, uint8, shape (m,) with m >= n + 16.
         """
+        end, place = chunk.numel() + TAG_BYTES, self._place(checkpoint, index, file_bytes)
+        self._chunks.encrypt_into(_nonce(index), _memory(chunk), place, _memory(sealed[:end]))
+        return bytes(_memory(sealed[end - TAG_BYTES : end])).hex()
+
+    def unseal_chunk(self, checkpoint: str, index: int, file_bytes: int, sealed: Tensor, tag: str) -> Tensor:
+        """Returns the bytes of a chunk, uint8, shape (n,), from encrypted ones with room for a tag, shape (n + 16,)."""
+        chunk = torch.empty(sealed.numel() - TAG_BYTES, dtype=torch.uint8, device="cpu")
+        _memory(sealed)[-TAG_BYTES:] = bytes.fromhex(tag)
+        with _checked():
+            place = self._place(checkpoint, index, file_bytes)
+            self._chunks.decrypt_into(_nonce(index), _memory(sealed), place, _memory(chunk))
+        return chunk
+
+    def _place(self, checkpoint: str, index: int, file_bytes: int) -> bytes:
+        """Returns a text that no other chunk has."""
         return f"{checkpoint} {self._file} chunk {index} of {CHUNK_BYTES} in {file_bytes} bytes".encode()
 
 
-_CHANGED = "its authentication tag does not hold: its bytes were changed or moved, or another key encrypted them"
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    """Raises ValueError in place of the error of `cryptography`, which has no text."""
+    from cryptography.exceptions import InvalidTag
+
+    try:
+        yield
+    except InvalidTag:
+        raise ValueError(
+            "its authentication tag does not hold: its bytes were changed or moved, or another key encrypted them"
+        ) from None
 
 
-def _keys_of(where: str, read: Callable[[], bytes]) -> KeySource:
-    """Returns the source of the keys in a text, which `read` returns; `where` is its place, for messages."""
-
-    def find(key_id: str | None) -> tuple[str, bytes]:
-        keys = {hashlib.sha256(b"drivetrain key\0" + key).hexdigest()[:16]: key for key in _parsed(where, read())}
-        if key_id is None:
-            return next(iter(keys.items()))
-        if key_id not in keys:
-            raise EncryptionError(
-                f"{where} has the keys {', '.join(keys)}, expected {key_id}, which encrypted the checkpoint: add "
-                "that key after the first one"
-            )
-        return key_id, keys[key_id]
-
-    return find
-
-
-def _parsed(where: str, text: bytes) -> list[bytes]:
+def _from_text(key_file: str | os.PathLike[str] | None, key_env: str, key_id: str | None) -> tuple[str, bytes]:
+    """Returns a key of the text in a file or an environment variable; None asks for the first one."""
+    where = f"the environment variable {key_env}" if key_file is None else f"key_file {os.fspath(key_file)}"
+    try:
+        text = os.environ[key_env].encode() if key_file is None else Path(key_file).read_bytes()
+    except KeyError:
+        raise EncryptionError(f"{where} is not set, expected a key in it") from None
+    except OSError as error:
+        raise EncryptionError(f"{where} cannot be read: {error.strerror}") from error
     words = [word for line in text.splitlines() for word in line.partition(b"#")[0].split()]
-    keys = [text] if len(text) == _KEY_BYTES else [_decoded(word) for word in words]
-    if not keys:
-        raise EncryptionError(f"{where} is empty, expected a key of {_KEY_BYTES} bytes")
-    for number, key in enumerate(keys, 1):
+    found = [text] if len(text) == _KEY_BYTES else [_decoded(word) for word in words]
+    for number, key in enumerate(found, 1):
         if len(key) != _KEY_BYTES:
             raise EncryptionError(
                 f"{where} has {len(words[number - 1])} characters as key {number}, expected {_KEY_BYTES} bytes as "
                 "base64 or hexadecimal digits: `openssl rand -base64 32` draws a key"
             )
-    return keys
+    keys = {hashlib.sha256(b"drivetrain key\0" + key).hexdigest()[:16]: key for key in found}
+    if not keys:
+        raise EncryptionError(f"{where} is empty, expected a key of {_KEY_BYTES} bytes")
+    if key_id is not None and key_id not in keys:
+        raise EncryptionError(
+            f"{where} has the keys {', '.join(keys)}, expected {key_id}, which encrypted the checkpoint: add that key "
+            "after the first one"
+        )
+    name = key_id or next(iter(keys))
+    return name, keys[name]
 
 
 def _decoded(word: bytes) -> bytes:
@@ -253,29 +220,6 @@ def _decoded(word: bytes) -> bytes:
         return bytes.fromhex(word.decode()) if len(word) == 2 * _KEY_BYTES else base64.b64decode(word, validate=True)
     except ValueError:  # which base64 and UTF-8 derive their errors from
         return b""
-
-
-def _contents(path: str | os.PathLike[str]) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise EncryptionError(f"key_file {os.fspath(path)} cannot be read: {error.strerror}") from error
-
-
-def _variable(name: str) -> bytes:
-    value = os.environ.get(name)
-    if value is None:
-        raise EncryptionError(f"the environment variable {name} is not set, expected a key in it")
-    return value.encode()
-
-
-def _derived(key: bytes, protection: Protection, purpose: str) -> Any:
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
-    salt = bytes.fromhex(protection.salt)
-    return AESGCM(HKDF(hashes.SHA256(), _KEY_BYTES, salt, f"drivetrain checkpoint {purpose}".encode()).derive(key))
 
 
 def _nonce(index: int) -> bytes:

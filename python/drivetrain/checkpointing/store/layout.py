@@ -21,7 +21,7 @@ CHUNK_BYTES = 4 << 20  # each chunk of a file has its own checksum
 BLOCK_BYTES = 4096  # O_DIRECT needs sizes and offsets of whole blocks
 DTYPE_NOTES = "drivetrain.dtypes"  # a key of the header's __metadata__
 
-STEP = re.compile(r"step-(\d{10,})")
+_STEP = re.compile(r"step-(\d{10,})")
 LEFTOVER = re.compile(r"\.(?:tmp|trash)-step-\d{10,}-[0-9a-f]{8}")
 PART = re.compile(r"rank-\d{5,}-of-\d{5,}\.(?:safetensors|json)")
 
@@ -71,6 +71,12 @@ def step_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
+def step_of(name: str) -> int | None:
+    """Returns the step of a complete checkpoint by the name of its folder; None for another name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def temporary_name(step: int, kind: str = "tmp") -> str:
     """Draws the name of a folder that is being written (`tmp`) or deleted (`trash`)."""
     return f".{kind}-{step_name(step)}-{secrets.token_hex(4)}"
@@ -109,13 +115,10 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"tensors[{name!r}] has the dtype {tensor.dtype}, expected one of {expected}")
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """Returns the elements as they are stored, without a copy unless the tensor is a lazy conjugate or negative."""
-    return tensor.detach().resolve_conj().resolve_neg()
+def encode_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+    """Returns the beginning of a safetensors file, and the tensors in the order of their data.
 
-
-def encode_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
-    """Returns the beginning of a safetensors file, and the names in the order of their data.
+    No tensor is copied unless it is a lazy conjugate or negative.
 
     Tensors of larger elements come first, so that each is aligned to its element. Spaces pad the header to whole
     blocks, so that the data begin at a multiple of 4096 bytes.
@@ -136,18 +139,12 @@ def encode_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     metadata = {"format": "pt", **({DTYPE_NOTES: json.dumps(notes)} if notes else {})}
     text = json.dumps({"__metadata__": metadata, **header}, ensure_ascii=False, separators=(",", ":")).encode()
     size = -(-(8 + len(text)) // BLOCK_BYTES) * BLOCK_BYTES - 8
-    return size.to_bytes(8, "little") + text.ljust(size), order
+    ordered = [tensors[name].detach().resolve_conj().resolve_neg() for name in order]
+    return size.to_bytes(8, "little") + text.ljust(size), ordered
 
 
 def decode_header(data: bytes) -> dict[str, Entry]:
-    """Returns the tensors of a safetensors file, by name in the order of their data.
-
-    Args:
-        data: The file's beginning, up to the first tensor.
-
-    Raises:
-        ValueError: The bytes are not such a header.
-    """
+    """Returns the tensors of a safetensors file, by name in the order of their data."""
     try:
         header = json.loads(data[8:])
         notes = json.loads(header.pop("__metadata__", {}).get(DTYPE_NOTES, "{}"))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..._C import crc32c
@@ -50,7 +48,7 @@ class Record:
     chunks: list[str]  # CRC32C of each chunk, eight hexadecimal digits
     state: JSON  # None if encrypted
     checkpoint: str = ""  # identifies the checkpoint of an encrypted record
-    tags: list[str] = dataclasses.field(default_factory=list)  # of the encrypted chunks, in hexadecimal digits
+    tags: list[str] = field(default_factory=list)  # of the encrypted chunks, in hexadecimal digits
     protection: Protection | None = None
 
 
@@ -88,48 +86,31 @@ def hexadecimal(checksum: int) -> str:
 def seal(body: Record | Manifest, cipher: FileCipher | None = None, secret: bytes = b"") -> bytes:
     """Encodes a record or manifest, followed by the CRC32C of all bytes before the checksum.
 
-    Args:
-        body: The part that is not encrypted.
-        cipher: Encrypts `secret` and authenticates all of `body`; None for plain checkpoints.
-        secret: The part that is encrypted.
+    The cipher, None for plain checkpoints, encrypts `secret` and authenticates all of `body`.
     """
-    kind = type(body).__name__.lower()
     fields = dict(vars(body))
     if isinstance(body, Manifest):
         fields["parts"] = [vars(part) for part in body.parts]
     if body.protection is not None:
         fields["protection"] = vars(body.protection)
-    if cipher is None:
-        for name in ("checkpoint", "tags", "protection"):
-            fields.pop(name, None)
+    for name in ("checkpoint", "tags", "protection") if cipher is None else ():
+        fields.pop(name, None)
     for name in ("run", "home"):
         if not fields.get(name):
             fields.pop(name, None)
-    version = 1 if cipher is None else VERSION
-    text = json.dumps({"drivetrain": kind, "version": version, **fields}, separators=(",", ":"))
-    data = text[:-1].encode()
+    head = {"drivetrain": type(body).__name__.lower(), "version": 1 if cipher is None else VERSION}
+    data = json.dumps(head | fields, separators=(",", ":"))[:-1].encode()
     if cipher is not None:
         data += _SECRET + base64.b64encode(cipher.seal_text(secret, data)) + b'"'
     return data + f',\n"crc32c":"{hexadecimal(crc32c(data))}"}}\n'.encode()
 
 
-def unseal(
-    data: bytes, kind: type[T], cipher_of: Callable[[T], FileCipher | None] | None = None
-) -> tuple[T, bytes | None]:
-    """Decodes what `seal` wrote.
-
-    Args:
-        data: The bytes.
-        kind: The kind of file that they are expected to be.
-        cipher_of: Returns the cipher that decrypts and authenticates the bytes, or None if they are plain. Without it,
-            only the checksum is compared.
-
-    Returns:
-        The record or manifest, and its secret; None if it is plain or was not decrypted.
+def unseal(data: bytes, kind: type[T]) -> T:
+    """Decodes the part of a record or manifest that is not encrypted, and compares the checksum of all of it.
 
     Raises:
-        ValueError: The checksum or the tag does not hold, or the bytes are of another kind.
-        CheckpointError: A newer version wrote the bytes, or `cipher_of` raised it.
+        ValueError: The checksum does not hold, or the bytes are of another kind.
+        CheckpointError: A newer version wrote the bytes.
     """
     body, end = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     sealed = _SEAL.fullmatch(end)
@@ -138,15 +119,6 @@ def unseal(
     found = hexadecimal(crc32c(body))
     if found.encode() != sealed[1]:
         raise ValueError(f"its CRC32C is {found}, expected {sealed[1].decode()}: its bytes have changed")
-    decoded, secret = _decode(body, kind), None
-    cipher = cipher_of(decoded) if cipher_of is not None else None
-    if cipher is not None:
-        visible, _, encoded = body.rpartition(_SECRET)
-        secret = cipher.unseal_text(base64.b64decode(encoded[:-1]), visible)
-    return decoded, secret
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
     fields: dict[str, Any] = json.loads(body + b"}")
     name, version = fields.pop("drivetrain", None), fields.pop("version", 0)
     if name != kind.__name__.lower():
@@ -154,22 +126,24 @@ def _decode(body: bytes, kind: type[T]) -> T:
     if version > VERSION:
         raise CheckpointError(f"a {name} has format version {version}, expected at most {VERSION}: update drivetrain")
     fields.pop("secret", None)
-    if "parts" in fields:
-        fields["parts"] = [RankFiles(**part) for part in fields["parts"]]
-    if "protection" in fields:
-        fields["protection"] = Protection(**fields["protection"])
     try:
+        if "parts" in fields:
+            fields["parts"] = [RankFiles(**part) for part in fields["parts"]]
+        if "protection" in fields:
+            fields["protection"] = Protection(**fields["protection"])
         return kind(**fields)
     except TypeError as error:
         raise ValueError(f"it has other fields than a {name}: {error}") from error
 
 
-def copy_json(value: object, where: str = "state") -> JSON:
-    """Returns a copy of a value of which JSON gives back every member unchanged.
+def reveal(data: bytes, cipher: FileCipher) -> bytes:
+    """Decrypts the secret in what `seal` wrote. Raises ValueError unless the cipher authenticates all bytes."""
+    visible, _, encoded = data[:-_SEAL_BYTES].rpartition(_SECRET)
+    return cipher.unseal_text(base64.b64decode(encoded[:-1]), visible)
 
-    Raises:
-        TypeError: JSON would change a member or cannot represent it. The message names the member.
-    """
+
+def copy_json(value: object, where: str = "state") -> JSON:
+    """Returns a copy of a value of which JSON gives back every member unchanged."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):

@@ -21,8 +21,8 @@ from ... import _C
 from .audit import AuditLog
 from .encryption import TAG_BYTES, Encryption, FileCipher
 from .errors import CheckpointError, EncryptionError, Fault
-from .layout import CHUNK_BYTES, MANIFEST, STEP, Entry, decode_header
-from .manifest import JSON, Manifest, Protection, RankFiles, Record, hexadecimal, unseal
+from .layout import CHUNK_BYTES, MANIFEST, Entry, decode_header, step_of
+from .manifest import JSON, Manifest, Protection, RankFiles, Record, hexadecimal, reveal, unseal
 
 _logger = logging.getLogger("drivetrain")
 _READ_THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -61,21 +61,11 @@ class Checkpoint:
     ) -> None:
         self.path = Path(path)
         self._encryption, self._audit = encryption, audit
-        self._records: list[Record] = []  # by rank
-        self._entries: list[dict[str, Entry]] = []
-        self._ciphers: list[FileCipher | None] = []
         manifest = _read_manifest(self.path, encryption)
+        self._parts = [_Part(self.path, manifest, files, encryption) for files in manifest.parts]  # by rank
         self.key_id = manifest.protection.key_id if manifest.protection is not None else None
-        for part in manifest.parts:
-            record, entries, cipher = _read_part(self.path, manifest, part, encryption)
-            self._records.append(record)
-            self._entries.append(entries)
-            self._ciphers.append(cipher)
-        self.step = manifest.step
-        self.world_size = manifest.world_size
-        self.created = manifest.created
-        self.serial = manifest.serial
-        self.run = manifest.run
+        self.step, self.world_size, self.created = manifest.step, manifest.world_size, manifest.created
+        self.serial, self.run = manifest.serial, manifest.run
 
     def __repr__(self) -> str:
         return f"Checkpoint({os.fspath(self.path)!r}, step={self.step}, world_size={self.world_size})"
@@ -83,25 +73,23 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensor files."""
-        return sum(record.file_bytes for record in self._records)
+        return sum(part.record.file_bytes for part in self._parts)
 
     def state(self, rank: int) -> JSON:
         """Returns the state that this rank passed to `Store.save`."""
-        self._unlocked()
-        return self._records[self._checked(rank)].state
+        return self._opened(rank)[0].record.state
 
     def names(self, rank: int | None = None) -> list[str]:
         """Returns the names of the tensors of a rank, in the order of their data; None: of all ranks, each once."""
-        self._unlocked()
-        return list(dict.fromkeys(name for of in self._ranks(rank) for name in self._entries[of]))
+        return list(self._entries(rank))
 
     def shapes(self, rank: int | None = None) -> dict[str, torch.Size]:
         """Returns the shapes by name. A name that several ranks stored has the first rank's shape."""
-        return {name: torch.Size(entry.shape) for name, entry in self._by_name(rank).items()}
+        return {name: torch.Size(entry.shape) for name, entry in self._entries(rank).items()}
 
     def dtypes(self, rank: int | None = None) -> dict[str, torch.dtype]:
         """Returns the dtypes by name. A name that several ranks stored has the first rank's dtype."""
-        return {name: entry.dtype for name, entry in self._by_name(rank).items()}
+        return {name: entry.dtype for name, entry in self._entries(rank).items()}
 
     def load(self, names: Iterable[str] | None = None, *, rank: int | None = None) -> dict[str, Tensor]:
         """Reads tensors into new memory.
@@ -134,23 +122,21 @@ class Checkpoint:
 
     def read(self, names: Iterable[str] | None = None, *, rank: int | None = None) -> dict[str, Tensor]:
         """Reads tensors as `load` does, and leaves the line of the audit log to the caller: see `record_load`."""
-        self._unlocked()
         wanted = None if names is None else list(dict.fromkeys(names))
-        ranks = self._ranks(rank)
-        owners: dict[str, int] = {}
-        for of in ranks:
-            for name in self._entries[of] if wanted is None else (n for n in wanted if n in self._entries[of]):
+        owners: dict[str, _Part] = {}
+        for part in self._opened(rank):
+            for name in part.entries if wanted is None else (n for n in wanted if n in part.entries):
                 if name in owners:
+                    first, second = owners[name].record.rank, part.record.rank
                     raise ValueError(
-                        f"names contains {name!r}, which ranks {owners[name]} and {of} both stored: pass `rank`"
+                        f"names contains {name!r}, which ranks {first} and {second} both stored: pass `rank`"
                     )
-                owners[name] = of
+                owners[name] = part
         if wanted is not None and (missing := [name for name in wanted if name not in owners]):
             raise KeyError(f"names contains {missing[0]!r}, which {self.path} does not: names() lists its tensors")
         loaded: dict[str, Tensor] = {}
-        for of in ranks:
-            mine = [name for name, owner in owners.items() if owner == of]
-            loaded.update(self._load_from(of, mine))
+        for part in dict.fromkeys(owners.values()):
+            loaded |= part.load([name for name, owner in owners.items() if owner is part])
         return loaded if wanted is None else {name: loaded[name] for name in wanted}
 
     def verify(self) -> list[Fault]:
@@ -163,67 +149,127 @@ class Checkpoint:
             Checkpoint(self.path, self._encryption)
         except DamagedError as error:
             return [error.fault]
-        faults: list[Fault] = []
-        for rank, record in enumerate(self._records):
-            try:
-                faults += self._faults(rank, self._read(rank, range(len(record.chunks)), []))
-            except OSError as error:
-                faults.append(Fault(record.file, (), None, f"it cannot be read: {error}"))
-        return faults
+        return [fault for part in self._parts for fault in part.verify()]
 
-    def _load_from(self, rank: int, names: list[str]) -> dict[str, Tensor]:
-        entries = self._entries[rank]
-        tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="cpu") for name in names}
-        chunks = sorted({chunk for name in names for chunk in _chunks_of(entries[name])})
+    def _opened(self, rank: int | None) -> list[_Part]:
+        """Returns the part of a rank; None: all parts."""
+        if self.key_id is not None and self._encryption is None:
+            raise EncryptionError(
+                f"{self.path} is encrypted with the key {self.key_id}, and no key was given: pass `encryption`, or "
+                "--key-file or --key-env on the command line"
+            )
+        if rank is not None and not 0 <= rank < self.world_size:
+            raise ValueError(f"rank is {rank}, expected 0 to {self.world_size - 1}: {self.path} has {self.world_size}")
+        return self._parts if rank is None else [self._parts[rank]]
+
+    def _entries(self, rank: int | None) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for part in self._opened(rank):
+            found |= {name: entry for name, entry in part.entries.items() if name not in found}
+        return found
+
+
+class _Part:
+    """The record of one rank and the tensors of its file: `entries` by name, none if no key was given."""
+
+    def __init__(self, folder: Path, manifest: Manifest, files: RankFiles, encryption: Encryption | None) -> None:
+        data = _read_bytes(folder, files.record)
+        found = hexadecimal(_C.crc32c(data))
+        if len(data) != files.record_bytes or found != files.record_crc32c:
+            raise DamagedError(
+                folder,
+                files.record,
+                f"it has {len(data)} bytes and the CRC32C {found}, expected {files.record_bytes} bytes and "
+                f"{files.record_crc32c}",
+            )
+        is_encrypted = manifest.protection is not None
+        self._folder, self._cipher, header, blamed = folder, None, None, files.record
         try:
-            bad = self._read(rank, chunks, [(entries[name].begin, tensors[name]) for name in names])
+            record = unseal(data, Record)
+            if (record.protection is not None) != is_encrypted or record.file != files.file:
+                raise ValueError("it is not the record that the manifest means")
+            if is_encrypted:  # A plain manifest has been accepted before.
+                self._cipher = _cipher(folder, record.protection, record.file, encryption)
+            hidden = json.loads(reveal(data, self._cipher)) if self._cipher is not None else None
+            if record.checkpoint != (manifest.checkpoint if is_encrypted else "") or len(record.tags) != (
+                len(record.chunks) if is_encrypted else 0
+            ):
+                raise ValueError("it belongs to another checkpoint")
+            _check_size(folder, record)
+            if hidden is not None:
+                record, header = replace(record, state=hidden["state"]), base64.b64decode(hidden["header"])
+            elif not is_encrypted:
+                blamed, header = record.file, _read_bytes(folder, record.file, record.header_bytes)
+                if (found := hexadecimal(_C.crc32c(header))) != record.header_crc32c:
+                    problem = f"its header has the CRC32C {found}, expected {record.header_crc32c}"
+                    raise DamagedError(folder, record.file, problem, chunk=0)
+            self.record, self.entries = record, {} if header is None else decode_header(header)
+        except ValueError as error:
+            raise DamagedError(folder, blamed, str(error)) from error
+
+    def load(self, names: list[str]) -> dict[str, Tensor]:
+        """Reads tensors. Raises CheckpointError if a checksum does not hold, or the file cannot be read."""
+        entries = {name: self.entries[name] for name in names}
+        tensors = {name: torch.empty(one.shape, dtype=one.dtype, device="cpu") for name, one in entries.items()}
+        chunks = sorted({chunk for entry in entries.values() for chunk in _chunks_of(entry)})
+        try:
+            faults = self._read(chunks, [(entries[name].begin, tensors[name]) for name in names])
         except OSError as error:
-            raise CheckpointError(f"{self.path / self._records[rank].file} cannot be read: {error}") from error
-        faults = self._faults(rank, bad)
+            raise CheckpointError(f"{self._folder / self.record.file} cannot be read: {error}") from error
         if faults:
             raise CheckpointError(
-                f"{self.path} is damaged: {'; '.join(map(str, faults[:8]))}. Load an older checkpoint; "
+                f"{self._folder} is damaged: {'; '.join(map(str, faults[:8]))}. Load an older checkpoint; "
                 "`drivetrain ckpt verify` checks them all."
             )
         return tensors
 
-    def _read(self, rank: int, chunks: Iterable[int], targets: list[tuple[int, Tensor]]) -> list[tuple[int, str]]:
-        """Reads chunks into targets, given by their first byte in the file. Returns the faulty chunks with problems."""
-        cipher = self._ciphers[rank]
-        if cipher is None:
-            return self._read_stored(rank, list(chunks), targets, _READ_THREADS)
+    def verify(self) -> list[Fault]:
+        """Reads the whole tensor file, and returns a fault for each damaged chunk."""
+        try:
+            return self._read(range(len(self.record.chunks)), [])
+        except OSError as error:
+            return [Fault(self.record.file, (), None, f"it cannot be read: {error}")]
 
-        def read_encrypted(chunk: int) -> list[tuple[int, str]]:
-            record = self._records[rank]
-            begin = chunk * CHUNK_BYTES
-            size = min(CHUNK_BYTES, record.file_bytes - begin)
-            sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8, device="cpu")
-            if bad := self._read_stored(rank, [chunk], [(begin, sealed[:size])], 1):
-                return bad
-            place = cipher.place(record.checkpoint, chunk, record.file_bytes)
-            try:
-                opened = cipher.unseal_chunk(chunk, place, sealed, record.tags[chunk])
-            except ValueError as error:
-                return [(chunk, str(error))]
-            for at, tensor in targets:
-                first, last = max(begin, at), min(begin + size, at + tensor.nbytes)
-                if first < last:
-                    ctypes.memmove(tensor.data_ptr() + first - at, opened.data_ptr() + first - begin, last - first)
-            return []
+    def _read(self, chunks: Iterable[int], targets: list[tuple[int, Tensor]]) -> list[Fault]:
+        """Reads chunks into targets, given by their first byte in the file. Returns the faults of chunks."""
+        if self._cipher is None:
+            bad = self._read_stored(list(chunks), targets, _READ_THREADS)
+        else:
+            with ThreadPoolExecutor(_READ_THREADS, "drivetrain-decrypt") as threads:
+                decrypted = threads.map(lambda chunk: self._decrypt(chunk, targets), chunks)
+                bad = [problem for problems in decrypted for problem in problems]
 
-        with ThreadPoolExecutor(_READ_THREADS, "drivetrain-decrypt") as threads:
-            return [problem for bad in threads.map(read_encrypted, chunks) for problem in bad]
+        def names_in(chunk: int) -> tuple[str, ...]:
+            return tuple(name for name, entry in self.entries.items() if chunk in _chunks_of(entry))
+
+        return [Fault(self.record.file, names_in(chunk), chunk, problem) for chunk, problem in bad]
+
+    def _decrypt(self, chunk: int, targets: list[tuple[int, Tensor]]) -> list[tuple[int, str]]:
+        assert self._cipher is not None
+        record, begin = self.record, chunk * CHUNK_BYTES
+        size = min(CHUNK_BYTES, record.file_bytes - begin)
+        sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8, device="cpu")
+        if bad := self._read_stored([chunk], [(begin, sealed[:size])], 1):
+            return bad
+        try:
+            opened = self._cipher.unseal_chunk(record.checkpoint, chunk, record.file_bytes, sealed, record.tags[chunk])
+        except ValueError as error:
+            return [(chunk, str(error))]
+        for at, tensor in targets:
+            first, last = max(begin, at), min(begin + size, at + tensor.nbytes)
+            if first < last:
+                ctypes.memmove(tensor.data_ptr() + first - at, opened.data_ptr() + first - begin, last - first)
+        return []
 
     def _read_stored(
-        self, rank: int, chunks: list[int], targets: list[tuple[int, Tensor]], num_threads: int
+        self, chunks: list[int], targets: list[tuple[int, Tensor]], num_threads: int
     ) -> list[tuple[int, str]]:
-        record = self._records[rank]
-        path = self.path / record.file
+        expected, path = self.record.chunks, self._folder / self.record.file
         bad = _C.read_chunks(
             path=os.fspath(path),
-            file_bytes=record.file_bytes,
+            file_bytes=self.record.file_bytes,
             chunks=chunks,
-            expected=[int(record.chunks[chunk], 16) for chunk in chunks],
+            expected=[int(expected[chunk], 16) for chunk in chunks],
             begins=[begin for begin, _ in targets],
             tensors=[tensor for _, tensor in targets],
             num_threads=num_threads,
@@ -233,40 +279,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} was not read within {_LONGEST_READ_S:g} s: the disk is slow or does not answer. Check it."
             )
-        return [(chunk, f"its CRC32C is {hexadecimal(found)}, expected {record.chunks[chunk]}") for chunk, found in bad]
-
-    def _faults(self, rank: int, bad: list[tuple[int, str]]) -> list[Fault]:
-        record = self._records[rank]
-        return [
-            Fault(
-                record.file,
-                tuple(name for name, entry in self._entries[rank].items() if chunk in _chunks_of(entry)),
-                chunk,
-                problem,
-            )
-            for chunk, problem in bad
-        ]
-
-    def _unlocked(self) -> None:
-        if self.key_id is not None and self._encryption is None:
-            raise EncryptionError(
-                f"{self.path} is encrypted with the key {self.key_id}, and no key was given: pass `encryption`, or "
-                "--key-file or --key-env on the command line"
-            )
-
-    def _by_name(self, rank: int | None) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
-        for of in self._ranks(rank):
-            found = {**self._entries[of], **found}
-        return {name: found[name] for name in self.names(rank)}
-
-    def _ranks(self, rank: int | None) -> list[int]:
-        return list(range(self.world_size)) if rank is None else [self._checked(rank)]
-
-    def _checked(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank is {rank}, expected 0 to {self.world_size - 1}: {self.path} has {self.world_size}")
-        return rank
+        return [(chunk, f"its CRC32C is {hexadecimal(found)}, expected {expected[chunk]}") for chunk, found in bad]
 
 
 class DamagedError(CheckpointError):
@@ -282,16 +295,14 @@ def find_checkpoints(
     directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
 ) -> Iterator[Checkpoint | CheckpointError]:
     """Yields each checkpoint of a directory, or why its metadata cannot be trusted, in the order of steps."""
-    for entry in sorted(
-        (entry for entry in directory.iterdir() if STEP.fullmatch(entry.name)), key=lambda e: int(e.name[5:])
-    ):
+    for folder in sorted(_folders(directory), key=lambda folder: step_of(folder.name) or 0):
         try:
-            yield Checkpoint(entry, encryption, audit)
+            yield Checkpoint(folder, encryption, audit)
         except CheckpointError as error:
-            if not entry.exists():
+            if not folder.exists():
                 continue  # a training that keeps only the newest ones has deleted it meanwhile
             is_plain = not isinstance(error, DamagedError | EncryptionError)
-            yield DamagedError(entry, MANIFEST, str(error)) if is_plain else error
+            yield DamagedError(folder, MANIFEST, str(error)) if is_plain else error
 
 
 class Survey(NamedTuple):
@@ -307,25 +318,26 @@ class Survey(NamedTuple):
 
 
 def survey(directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None) -> Survey:
-    """Examines the metadata of all checkpoints of a directory.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
-        EncryptionError: The key of the newest checkpoint is missing, or it is plain although it must not be.
-    """
-    found = Survey([], [])
+    """Examines the metadata of all checkpoints of a directory."""
     try:
-        for one in find_checkpoints(directory, None, audit):
-            if isinstance(one, Checkpoint):
-                found.complete.append(one)
-            elif isinstance(one, DamagedError):
-                found.damaged.append(one)
+        found = list(find_checkpoints(directory, None, audit))
     except OSError as error:
         raise CheckpointError(
             f"{directory} cannot be read: {error}. Check the path and whether it is mounted."
         ) from error
-    found.complete.sort(key=lambda checkpoint: checkpoint.serial)
-    return found if encryption is None else Survey(_opened(found.complete, encryption, audit), found.damaged)
+    complete = sorted((one for one in found if isinstance(one, Checkpoint)), key=lambda one: one.serial)
+    damaged = [one for one in found if isinstance(one, DamagedError)]
+    if encryption is None:
+        return Survey(complete, damaged)
+    opened: list[Checkpoint] = []
+    for checkpoint in reversed(complete):
+        try:
+            opened.insert(0, Checkpoint(checkpoint.path, encryption, audit))
+        except CheckpointError as error:
+            if not opened and isinstance(error, EncryptionError):
+                raise  # a missing key of the newest must not bring back an older state silently
+            _logger.warning("a checkpoint is passed over: %s", error)
+    return Survey(opened, damaged)
 
 
 def complete_checkpoints(
@@ -341,26 +353,14 @@ def complete_checkpoints(
 def manifests(directory: Path) -> list[Manifest]:
     """Returns all manifests in a directory whose checksums hold."""
     found = []
-    for entry in directory.iterdir():
-        if STEP.fullmatch(entry.name):
-            with contextlib.suppress(CheckpointError):
-                found.append(_read_manifest(entry, None))
+    for folder in _folders(directory):
+        with contextlib.suppress(CheckpointError):
+            found.append(_read_manifest(folder, None))
     return found
 
 
-def _opened(locked: list[Checkpoint], encryption: Encryption, audit: AuditLog | None) -> list[Checkpoint]:
-    """Opens checkpoints with their keys. A missing key of the newest must not bring back an older state silently."""
-    opened: list[Checkpoint] = []
-    for checkpoint in reversed(locked):
-        try:
-            opened.append(Checkpoint(checkpoint.path, encryption, audit))
-        except EncryptionError as error:
-            if not opened:
-                raise
-            _logger.warning("a checkpoint is passed over: %s", error)
-        except CheckpointError as error:
-            _logger.warning("a checkpoint is passed over: %s", error)
-    return opened[::-1]
+def _folders(directory: Path) -> list[Path]:
+    return [entry for entry in directory.iterdir() if step_of(entry.name) is not None]
 
 
 def _chunks_of(entry: Entry) -> range:
@@ -378,11 +378,13 @@ def _read_bytes(folder: Path, file: str, size: int | None = None) -> bytes:
 def _read_manifest(folder: Path, encryption: Encryption | None) -> Manifest:
     data = _read_bytes(folder, MANIFEST)
     try:
-        manifest, _ = unseal(data, Manifest, lambda found: _cipher(folder, found.protection, MANIFEST, encryption))
+        manifest = unseal(data, Manifest)
+        if (cipher := _cipher(folder, manifest.protection, MANIFEST, encryption)) is not None:
+            reveal(data, cipher)
+        if step_of(folder.name) not in (None, manifest.step):
+            raise ValueError(f"it is of step {manifest.step}: the folder was renamed")
     except ValueError as error:
         raise DamagedError(folder, MANIFEST, str(error)) from error
-    if STEP.fullmatch(folder.name) and int(folder.name[5:]) != manifest.step:
-        raise DamagedError(folder, MANIFEST, f"it is of step {manifest.step}: the folder was renamed")
     return manifest
 
 
@@ -391,53 +393,13 @@ def _cipher(folder: Path, protection: Protection | None, file: str, encryption: 
     if encryption is None:
         return None
     if protection is not None:
-        return FileCipher.of(encryption, protection, file)
+        return encryption.cipher_of(protection, file)
     if not encryption.accept_plain:
         raise EncryptionError(
             f"{folder} is not encrypted, and anyone could have written it: pass accept_plain=True to Encryption, or "
             "--accept-plain on the command line, to read it nevertheless"
         )
     return None
-
-
-def _read_part(
-    folder: Path, manifest: Manifest, part: RankFiles, encryption: Encryption | None
-) -> tuple[Record, dict[str, Entry], FileCipher | None]:
-    """Reads the record of a rank. Returns it, the tensors of its file, and what decrypts them."""
-    data = _read_bytes(folder, part.record)
-    found = hexadecimal(_C.crc32c(data))
-    if len(data) != part.record_bytes or found != part.record_crc32c:
-        raise DamagedError(
-            folder,
-            part.record,
-            f"it has {len(data)} bytes and the CRC32C {found}, expected {part.record_bytes} bytes and "
-            f"{part.record_crc32c}",
-        )
-    is_encrypted = manifest.protection is not None
-    ciphers: list[FileCipher | None] = []
-
-    def cipher_of(record: Record) -> FileCipher | None:
-        if (record.protection is not None) != is_encrypted or record.file != part.file:
-            raise ValueError("it is not the record that the manifest means")
-        # A plain manifest has been accepted before.
-        ciphers.append(_cipher(folder, record.protection, record.file, encryption) if is_encrypted else None)
-        return ciphers[-1]
-
-    try:
-        record, secret = unseal(data, Record, cipher_of)
-        if record.checkpoint != (manifest.checkpoint if is_encrypted else "") or len(record.tags) != (
-            len(record.chunks) if is_encrypted else 0
-        ):
-            raise ValueError("it belongs to another checkpoint")
-        if secret is not None:
-            hidden = json.loads(secret)
-            record = replace(record, state=hidden["state"])
-            _check_size(folder, record)
-            return record, decode_header(base64.b64decode(hidden["header"])), ciphers[-1]
-    except ValueError as error:
-        raise DamagedError(folder, part.record, str(error)) from error
-    _check_size(folder, record)
-    return record, {} if is_encrypted else _read_header(folder, record), None
 
 
 def _check_size(folder: Path, record: Record) -> None:
@@ -447,16 +409,3 @@ def _check_size(folder: Path, record: Record) -> None:
         raise DamagedError(folder, record.file, f"it cannot be read: {error.strerror}") from error
     if size != record.file_bytes:
         raise DamagedError(folder, record.file, f"it has {size} bytes, expected {record.file_bytes}")
-
-
-def _read_header(folder: Path, record: Record) -> dict[str, Entry]:
-    header = _read_bytes(folder, record.file, record.header_bytes)
-    found = hexadecimal(_C.crc32c(header))
-    if found != record.header_crc32c:
-        raise DamagedError(
-            folder, record.file, f"its header has the CRC32C {found}, expected {record.header_crc32c}", chunk=0
-        )
-    try:
-        return decode_header(header)
-    except ValueError as error:
-        raise DamagedError(folder, record.file, str(error)) from error

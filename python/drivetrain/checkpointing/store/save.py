@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._C import Slab, Snapshot
 from .errors import CheckpointError
-from .layout import encode_header, plain
+from .layout import encode_header
 from .manifest import JSON
 from .reading import Checkpoint
 
@@ -21,28 +21,16 @@ _RELEASE_S = 5.0  # a write that takes longer keeps the memory, and the next sav
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a new safetensors file and waits until its contents are durable.
-
-    Raises:
-        CheckpointError: That took too long.
-        OSError: The file exists or cannot be written.
-    """
-    save = Save(0, tensors, None)
-    save._begin_copy(Slab())
-    assert save._snapshot is not None
-    save._snapshot.write(str(path), True, 1, NICE)
-    if not save._snapshot.wait_written(LONGEST_WAIT_S):
+    """Writes a new safetensors file and waits until its contents are durable."""
+    header, ordered = encode_header(tensors)
+    snapshot = Snapshot(Slab(), header, ordered, 1, NICE)
+    snapshot.write(str(path), True, 1, NICE)
+    if not snapshot.wait_written(LONGEST_WAIT_S):
         raise CheckpointError(f"{path} was not written within {LONGEST_WAIT_S:g} s: the disk is slow. Check it.")
 
 
 class Save:
     """A save that copies and writes in the background.
-
-    Args:
-        step: The step that is saved.
-        tensors: This rank's tensors by name.
-        state: Values to write with them.
-        is_encrypted: True if the file will be encrypted.
 
     Attributes:
         step: The step that is saved.
@@ -51,25 +39,31 @@ class Save:
         write_s: Seconds from `Store.save` until this rank's file was durable; None before.
     """
 
-    def __init__(self, step: int, tensors: Mapping[str, Tensor], state: JSON, is_encrypted: bool = False) -> None:
-        kept = {name: plain(tensor) for name, tensor in tensors.items()}
+    def __init__(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: JSON,
+        *,
+        is_encrypted: bool,
+        ready: Callable[[float], None] | None,
+        open_checkpoint: Callable[[Path], Checkpoint],
+        progress: Callable[[], str],
+    ) -> None:
         self.step = step
         self.write_s: float | None = None
         self._began = time.monotonic()
-        self._state = state
-        self._is_encrypted = is_encrypted
-        self._header, order = encode_header(kept)
-        self._tensors: list[Tensor] | None = [kept[name] for name in order]
+        self._state, self._is_encrypted = state, is_encrypted
+        self._header, self._tensors = encode_header(tensors)  # in the order of their data, until they are copied
+        self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
         self._snapshot: Snapshot | None = None
         self._copy_began, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._key_id: str | None = None  # of the key that encrypts
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
-        self._open: Callable[[Path], Checkpoint] = Checkpoint
-        self._ready: Callable[[float], None] | None = None  # waits until the tensors have their values
-        self._progress: Callable[[], str] = str  # where the thread that writes is
-        self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
+        self._ready = ready  # waits until the tensors have their values
+        self._open, self._progress = open_checkpoint, progress
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self.done() else "in progress"
@@ -130,18 +124,18 @@ class Save:
     # The store calls the rest.
 
     def _begin_copy(self, slab: Slab) -> None:
-        assert self._tensors is not None
         try:
             self._snapshot = Snapshot(slab, self._header, self._tensors, 1, NICE, replaces_chunks=self._is_encrypted)
-        finally:
-            self._tensors = None  # the snapshot keeps each tensor until it is copied
-            self._copy_began.set()
+        except (MemoryError, OSError, RuntimeError) as error:
+            self._error = error
+        self._tensors = []  # the snapshot keeps each tensor until it is copied
+        self._copy_began.set()
 
     def _end(self, path: Path | None, error: BaseException | None) -> None:
         self._path, self._error = path, error
         if error is not None and self._snapshot is not None:
             self._snapshot.abandon()
             self._snapshot.wait_released(_RELEASE_S)  # the next save needs the memory
-        self._tensors = None
+        self._tensors = []
         self._copy_began.set()
         self._ended.set()

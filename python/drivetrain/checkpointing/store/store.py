@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..._C import Slab
 from ...frames import place_of
@@ -24,20 +24,10 @@ from .errors import CheckpointError
 from .identity import Origin
 from .layout import check_tensors, step_name
 from .manifest import JSON, copy_json
-from .reading import Checkpoint, Survey, complete_checkpoints, manifests, survey
+from .reading import Checkpoint, Survey, complete_checkpoints, survey
 from .save import LONGEST_WAIT_S, Save
 
 _logger = logging.getLogger("drivetrain")
-
-
-class Observer(Protocol):
-    """Learns about complete checkpoints on rank 0, and may keep them from being deleted."""
-
-    def completed(self, path: Path) -> None:
-        """Is called in the store's thread when a checkpoint is complete."""
-
-    def holds(self, path: Path) -> bool:
-        """Returns whether a checkpoint must stay."""
 
 
 class Store:
@@ -67,6 +57,9 @@ class Store:
         directory: The directory.
         rank: This rank.
         world_size: Number of ranks.
+        on_complete: Is called in the store's thread with the path of each complete checkpoint, on rank 0.
+        is_held: Returns whether the checkpoint at a path must stay.
+        origin: The run that the next checkpoints belong to.
     """
 
     def __init__(
@@ -93,14 +86,16 @@ class Store:
             raise ValueError(f"keep is {keep}, expected at least 1, or None to keep all")
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout}, expected more than 0 seconds")
-        if coordinator is None and world_size > 1:
+        if coordinator is None and world_size == 1:
+            coordinator = Coordinator(HashStore(), 0, 1)
+        elif coordinator is None:
             if not dist.is_initialized() or dist.get_world_size() != world_size:
                 raise ValueError(
                     f"coordinator is None and world_size {world_size}: pass a Coordinator, or call "
                     "init_process_group() with as many ranks first"
                 )
             coordinator = Coordinator(dist.distributed_c10d._get_default_store(), dist.get_rank(), world_size)
-        if coordinator is not None and (coordinator.rank, coordinator.world_size) != (rank, world_size):
+        if (coordinator.rank, coordinator.world_size) != (rank, world_size):
             raise ValueError(
                 f"coordinator is of rank {coordinator.rank} of {coordinator.world_size}, "
                 f"expected rank {rank} of {world_size}"
@@ -112,16 +107,18 @@ class Store:
         self._lock_timeout_s, self._timeout_s = lock_timeout, timeout
         self._encryption = encryption
         self._audit = None if audit is None else AuditLog(audit, rank)
-        self._writer = Writer(self.directory, rank, world_size, coordinator, timeout, encryption, self._next_serial)
+        self._writer = Writer(self.directory, coordinator, timeout, encryption)
         self._coordinator = coordinator
-        self._observer: Observer | None = None
-        self._announced = 0  # calls
+        self.on_complete: Callable[[Path], None] = lambda _: None
+        self.is_held: Callable[[Path], bool] = lambda _: False
+        self.origin = Origin()
+        self._announced = self._count = 0  # calls of `announce` and `save`
         self._slab = Slab()
-        self._guard = threading.Lock()
-        self._queue: deque[tuple[int, Save]] = deque()
-        self._is_draining = False
+        # The interpreter waits for its thread when it exits, so that the last save completes.
+        self._executor = ThreadPoolExecutor(1, "drivetrain-checkpoint")
         self._thread: threading.Thread | None = None
-        self._count = 0
+        self._last: Save | None = None
+        self._pending: list[Future[None]] = []  # the last save with all that follows it
         self._is_closed = False
         self._lock: disk.Lock | None = None
         self._identity: tuple[int, int] | None = None
@@ -171,20 +168,21 @@ class Store:
             if step < 0:
                 raise ValueError(f"step is {step}, expected at least 0")
             check_tensors(tensors)
-            save = Save(step, tensors, copy_json(state), self._encryption is not None)
-            save._open, save._progress, save._ready = self._open, self._progress, ready
+            save = Save(
+                step,
+                tensors,
+                copy_json(state),
+                is_encrypted=self._encryption is not None,
+                ready=ready,
+                open_checkpoint=lambda path: Checkpoint(path, self._encryption, self._audit),
+                progress=self._progress,
+            )
         except (TypeError, ValueError) as error:
             self._writer.refuse(index, step, CheckpointError(str(error)))
             raise
-        with self._guard:
-            if ready is None and all(earlier.done() for _, earlier in self._queue):
-                self._begin_copy(save)
-            self._queue.append((index, save))
-            if not self._is_draining:
-                self._is_draining = True
-                # The interpreter waits for this thread when it exits, so that the last save completes.
-                self._thread = threading.Thread(target=self._drain, name="drivetrain-checkpoint")
-                self._thread.start()
+        if ready is None and (self._last is None or self._last.done()):
+            save._begin_copy(self._slab)
+        self._last, self._pending = save, [self._executor.submit(self._run, index, save)]
         return save
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -218,30 +216,19 @@ class Store:
             CheckpointError: A save did not end in time. The directory stays locked.
         """
         self._is_closed = True
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout)
-            if thread.is_alive():
-                raise CheckpointError(
-                    f"{self.directory}: a save was not complete within {timeout:g} s: "
-                    f"it is still being written{self._progress()}"
-                )
+        if wait(self._pending, timeout).not_done:
+            raise CheckpointError(
+                f"{self.directory}: a save was not complete within {timeout:g} s: it is still being written"
+                f"{self._progress()}"
+            )
+        self._executor.shutdown()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def abandon(self) -> None:
         """Makes saves in progress fail instead of waiting for other ranks, which may have died."""
-        if self._coordinator is not None:
-            self._coordinator.abandon()
-
-    def follow(self, observer: Observer) -> None:
-        """Tells an observer about complete checkpoints."""
-        self._observer = observer
-
-    def belong_to(self, origin: Origin) -> None:
-        """Writes the run that the next checkpoints belong to into their manifests."""
-        self._writer.origin = origin
+        self._coordinator.abandon()
 
     def announce(self, call: str) -> Callable[[], str | None]:
         """Notes that this rank makes a call that all ranks must make.
@@ -250,52 +237,43 @@ class Store:
             A function whose text names the ranks that have not made it; it returns None if all have.
         """
         coordinator, self._announced = self._coordinator, self._announced + 1
-        if coordinator is None:
-            return lambda: None
-        key, last = f"announced/{self._announced}", f"announced/{self._announced - 2}"
-        coordinator.tell(f"{key}/{self.rank}", {})
-        coordinator.forget(f"{last}/{self.rank}")
+        coordinator.tell(f"announced/{self._announced}/{self.rank}", {})
+        coordinator.forget(f"announced/{self._announced - 2}/{self.rank}")
+        keys = {rank: f"announced/{self._announced}/{rank}" for rank in range(self.world_size)}
 
         def describe() -> str | None:
-            absent = [str(rank) for rank in range(self.world_size) if not coordinator.has(f"{key}/{rank}")]
-            return (
-                f"rank {self.rank} waits in Checkpointer.{call} for ranks that have not called it: "
-                f"{', '.join(absent)}. Every rank must call it: remove a condition such as `if rank == 0` before it."
-                if absent
-                else None
+            absent = ", ".join(str(rank) for rank, key in keys.items() if not coordinator.has(key))
+            text = (
+                f"rank {self.rank} waits in Checkpointer.{call} for ranks that have not called it: {absent}. Every "
+                "rank must call it: remove a condition such as `if rank == 0` before it."
             )
+            return text if absent else None
 
         return describe
 
-    def _drain(self) -> None:
-        """Writes the saves of the queue in order; runs in a thread of its own until the queue is empty."""
-        while True:
-            with self._guard:
-                if not self._queue:
-                    self._is_draining = False
-                    return
-                index, save = self._queue[0]
-            path, error = None, None
-            try:
-                path = self._write(index, save)
-            except BaseException as caught:
-                error = caught
-            self._record_save(save, path, error)
-            if path is not None and self.rank == 0 and self._observer is not None:
-                self._observer.completed(path)
-            save._end(path, error)
-            if path is not None and self.rank == 0:
-                self._delete_old()
-            with self._guard:
-                self._queue.popleft()
+    def _run(self, index: int, save: Save) -> None:
+        """Writes a save, and deletes old ones; runs in the store's thread."""
+        self._thread, path, error = threading.current_thread(), None, None
+        try:
+            path = self._write(index, save)
+        except BaseException as caught:
+            error = caught
+        if self._audit is not None:
+            place, result = path or self.directory / step_name(save.step), "ok" if error is None else str(error)
+            self._audit.append("save", place, save.step, save.nbytes, save._key_id, result)
+        if path is not None and self.rank == 0:
+            self.on_complete(path)
+        save._end(path, error)
+        if path is not None and self.rank == 0:
+            self._delete_old()
 
     def _write(self, index: int, save: Save) -> Path:
-        with self._writer.explained(save.step):
+        try:
             try:
                 if not save._copy_began.is_set():
                     if save._ready is not None:
                         save._ready(self._timeout_s)
-                    self._begin_copy(save)
+                    save._begin_copy(self._slab)
                 if save._snapshot is None:
                     assert save._error is not None
                     raise save._error
@@ -303,13 +281,11 @@ class Store:
             except Exception as error:
                 self._writer.refuse(index, save.step, error)
                 raise
-            return self._writer.write(index, save)
-
-    def _begin_copy(self, save: Save) -> None:
-        try:
-            save._begin_copy(self._slab)
-        except (MemoryError, OSError, RuntimeError) as error:
-            save._error = error
+            return self._writer.write(index, save, self.origin)
+        except Exception as error:
+            raise CheckpointError(
+                f"step {save.step} was not saved to {self.directory}: {describe(error)} Older checkpoints are unharmed."
+            ) from (error.__cause__ if isinstance(error, CheckpointError) else error)
 
     def _progress(self) -> str:
         """Returns where the writing thread is, for the message of a wait that took too long."""
@@ -330,25 +306,13 @@ class Store:
         for folder in disk.leftovers(self.directory):
             self._remove(folder)
 
-    def _open(self, path: Path) -> Checkpoint:
-        return Checkpoint(path, self._encryption, self._audit)
-
-    def _record_save(self, save: Save, path: Path | None, error: BaseException | None) -> None:
-        if self._audit is not None:
-            path = path or self.directory / step_name(save.step)
-            result = "ok" if error is None else str(error)
-            self._audit.append("save", path, save.step, save.nbytes, save._key_id, result)
-
-    def _next_serial(self) -> int:
-        return max((manifest.serial for manifest in manifests(self.directory)), default=0) + 1
-
     def _delete_old(self) -> None:
         if self._keep is None:
             return
         try:
             # Checkpoints whose keys were dropped are old as well.
             for checkpoint in complete_checkpoints(self.directory)[: -self._keep]:
-                if self._observer is not None and self._observer.holds(checkpoint.path):
+                if self.is_held(checkpoint.path):
                     continue
                 self._remove(disk.retire(checkpoint.path))
                 if self._audit is not None:

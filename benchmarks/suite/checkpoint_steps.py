@@ -167,7 +167,7 @@ def _measure(directory: str, rounds: int) -> dict[str, Any]:
 def _begin(ckpt: Checkpointer) -> Callable[[], object]:
     """Begins a save as `step()` does when one is due, and returns how to wait for its end."""
     saver = ckpt._open_saver()
-    ckpt._begin_save(saver)
+    saver.begin(ckpt.steps, ckpt._header())
 
     def wait() -> None:
         saver.wait()

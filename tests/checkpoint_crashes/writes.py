@@ -45,7 +45,7 @@ def _training(folder: Path, seeds: range, kind: type[torch.optim.Optimizer]) -> 
             saver = ckpt._saver
             assert saver is not None
             saver.wait()
-            store: Store = saver._store
+            store: Store = saver.store
             checkpoint = store.latest()
             problems = []
             if checkpoint is None or checkpoint.step != ckpt.steps:

@@ -450,7 +450,7 @@ def fail_on_one_rank(folder: str, on_error: str) -> str:
     optimizer = drivetrain.optim.AdamW(model.parameters())
     with Checkpointer(folder, model=model, optimizer=optimizer, every=1, on_error=on_error, timeout=30) as ckpt:
         if dist.get_rank() == 1:
-            ckpt._store._writer._write_part = broken  # type: ignore[union-attr,method-assign]
+            ckpt._saver.store._writer._write_part = broken  # type: ignore[union-attr,method-assign]
         try:
             for _ in range(300):
                 make_step(model, optimizer)
@@ -458,7 +458,7 @@ def fail_on_one_rank(folder: str, on_error: str) -> str:
                 if (save := ckpt._open_saver()._save) is not None:
                     save._ended.wait(30)
         except CheckpointError as error:
-            ckpt._on_error = "log"  # for the save at the end
+            ckpt._open_saver()._logs_errors = True  # for the save at the end
             return f"{ckpt.steps}: {error}"
     assert saves is not None
     return f"{ckpt.steps}: none"

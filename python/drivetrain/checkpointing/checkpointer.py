@@ -1,6 +1,7 @@
 """`Checkpointer`: saves the whole training state while the training goes on, and resumes it exactly."""
 
 import datetime
+import functools
 import logging
 import math
 import os
@@ -20,25 +21,26 @@ from . import survivors
 from .preemption.agreement import Flags, Ranks
 from .preemption.cloud import Source
 from .preemption.interval import Interval, seconds_of
-from .preemption.leaving import Company, named_wait, say_how_to_continue
+from .preemption.leaving import named_wait, say_how_to_continue
 from .preemption.notices import Notices, Preempted
-from .restore import differing_config, load_newest, warn_of_differences
+from .restore import differing_config, load_newest, of_another_run, warn_of_differences
 from .saver import Saver
 from .state import environment
 from .state.data_position import position_of
 from .state.position import Position, Stateful
-from .state.training_state import FORMAT, TrainingState, as_list
+from .state.training_state import FORMAT, TrainingState
 from .store.audit import AUDIT
 from .store.encryption import Encryption
 from .store.errors import CheckpointError
 from .store.reading import Checkpoint
+from .store.remote import Remote
 from .store.store import Store
-from .store.uploader import Remote, TierStatus
+from .store.uploader import TierStatus
 from .tiers import Tiers
 
 _logger = logging.getLogger("drivetrain")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
-_company = Company()
+_members: dict["Checkpointer", bool] = {}  # inside of their blocks; True: has saved its last step and waits for others
 _UNEQUAL = (
     "a rank has left the loop, and another one goes on: every rank must call Checkpointer.step() equally often, as "
     "with drivetrain.data.ResumableSampler or torch's DistributedSampler"
@@ -146,35 +148,42 @@ class Checkpointer:
         if not (math.isfinite(timeout) and timeout > 0):
             raise ValueError(f"timeout is {timeout}, expected a finite number of seconds above 0")
         self.restored: Checkpoint | None = None
-        self._every = Interval.of(every, mtbf)
-        self._grace = seconds_of(grace, "grace")
-        self._exit_code, self._on_error, self._timeout = exit_code, on_error, timeout
+        self._grace, self._exit_code, self._timeout, self._run = seconds_of(grace, "grace"), exit_code, timeout, run
         self._notices = Notices(signals, preemption_file, cloud)
         self._ranks = Ranks(timeout)
         self._tiers = Tiers(tiers, self._ranks)
         self._position = position_of(data)
         self._state = TrainingState(
             model=model,
-            optimizers=as_list(optimizer),
-            schedulers=as_list(scheduler),
+            optimizers=_as_list(optimizer),
+            schedulers=_as_list(scheduler),
             scaler=scaler,
             position=self._position,
             window=window,
             generators=generators,
             extra=extra or {},
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
+            ranks=(self._ranks.rank, self._ranks.world_size),
         )
         self._description = environment.describe(config, self._ranks.world_size)
-        self._owns_store = not isinstance(directory, Store)
-        self._directory, self._keep = directory, keep
-        self._encryption, self._audit, self._run = encryption, audit, run
+        self._given_store = directory if isinstance(directory, Store) else None
+        self._home = os.fspath(directory.directory if isinstance(directory, Store) else directory)
+        self._new_store = functools.partial(
+            Store,
+            self._home,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            keep=keep,
+            timeout=timeout,
+            encryption=encryption,
+            audit=Path(self._home) / AUDIT if audit is True else audit or None,
+        )
+        self._every = Interval.of(every, mtbf)
+        self._logs_errors = on_error == "log"
         self._saver: Saver | None = None  # inside of the block
-        self._store: Store | None = None
-        self._steps = self._saved_steps = 0  # now, and at the last save that began
+        self._steps = 0
         self._elapsed = 0.0  # seconds inside of earlier blocks
         self._entered_at: float | None = None
-        self._has_warned_of_grace = self._has_left = False
+        self._has_left = False
         self._notices.open()  # first: a connected rank may count on the others to survive a signal
         self._ranks.connect(on_failure=self._notices.close)
 
@@ -218,17 +227,16 @@ class Checkpointer:
         if self._saver is not None:
             raise RuntimeError("this Checkpointer is in a with block already")
         try:
-            self._store = self._directory if isinstance(self._directory, Store) else self._new_store()
-            self._saver = Saver(self._store, self._state, self._timeout)
+            store = self._given_store or self._new_store()
+            self._saver = Saver(store, self._state, self._timeout, self._every, self._grace, self._logs_errors)
             self._notices.open()
-            home = os.fspath(self._store.directory if isinstance(self._directory, Store) else self._directory)
-            self._tiers.open(self._store, home, self._run)
+            self._tiers.open(store, self._home, self._run)
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
             self._state.open(lambda: self._notices.reason is not None)
-            self._restore()
+            self._restore(self._saver)
             self._entered_at = time.monotonic()
             leaving = self._ranks.exchange(self._flags()).leave
-            _company.join(self, self._save_last)
+            _members[self] = False
             if leaving and self._exit_code is not None:
                 self._leave()
             self._ranks.start(self._flags())
@@ -245,12 +253,11 @@ class Checkpointer:
         saver = self._open_saver()
         try:
             if kind is None and not is_preempted:
-                self._finish(saver)
+                self._finish()
             elif not is_preempted:
-                if survivors.are_expected() and self._store is not None:
-                    self._store.abandon()  # a save in progress would wait for a rank that may have died
+                if survivors.are_expected():
+                    saver.store.abandon()  # a save in progress would wait for a rank that may have died
                 saver.wait()
-                self._report(saver)
         finally:
             self._close(is_orderly=kind is None or is_preempted)
         return is_preempted and self._exit_code is None
@@ -271,29 +278,27 @@ class Checkpointer:
 
     def _step(self) -> None:
         saver = self._open_saver()
-        is_alone = self._ranks.world_size == 1
-        agreed = None if is_alone else self._ranks.result()
+        agreed = self._ranks.result() if self._ranks.world_size > 1 else None
         self._position.stepped()
         self._has_left = False
         self._steps += 1
-        self._poll(saver)
+        saver.poll()
         agreed = agreed or self._flags()
         if agreed.ended:
             raise RuntimeError(_UNEQUAL)
         if agreed.failed:
-            self._raise_failure(saver)
-        if agreed.leave or _company.is_leaving():
-            if _company.may_leave(self):
+            error, saver.error = saver.error, None
+            self._ranks.start(self._flags())  # A script that catches the error may go on.
+            raise error or CheckpointError(
+                f"the save of step {saver.begun_step} failed on another rank, whose error says why"
+            )
+        if agreed.leave or any(_members.values()):
+            if self._may_leave():
                 self._leave()
-            if not is_alone:
-                self._ranks.start(self._flags())
-            return
-        since = self._steps - self._saved_steps
-        if not agreed.busy and (agreed.due or (self._every.steps is not None and self._every.is_due(since, 0.0))):
+        elif not agreed.busy and (agreed.due or (self._every.steps is not None and self._is_due(saver))):
             saver.wait()  # no rank was busy; this returns at once
-            self._begin_save(saver)
-        if not is_alone:
-            self._ranks.start(self._flags())
+            saver.begin(self._steps, self._header())
+        self._ranks.start(self._flags())
 
     def status(self) -> list[TierStatus]:
         """Returns what each tier has, uploads now, and failed to upload. Rank 0 knows the remote tiers."""
@@ -312,13 +317,11 @@ class Checkpointer:
         saver = self._open_saver()
         with phases.span("checkpoint"):
             saver.wait()
-            self._begin_save(saver)
-            assert self._store is not None
-            with named_wait(self._store.announce("save()"), _logger.warning, self._timeout):
+            saver.begin(self._steps, self._header())
+            with named_wait(saver.store.announce("save()"), _logger.warning, self._timeout):
                 saver.wait()
         if saver.error is not None:
             raise saver.error
-        self._adapt(saver)
         assert saver.checkpoint is not None
         return saver.checkpoint
 
@@ -326,20 +329,16 @@ class Checkpointer:
 
     def _flags(self) -> Flags:
         saver = self._open_saver()
-        since, seconds = self._steps - self._saved_steps, time.monotonic() - saver.began_at
-        is_due = self._ranks.rank == 0 and self._every.steps is None and self._every.is_due(since, seconds)
         return Flags(
             leave=int(self._notices.check() is not None),
-            due=int(is_due),
+            due=int(self._ranks.rank == 0 and self._every.steps is None and self._is_due(saver)),
             busy=int(saver.is_busy),
             running=1,
-            failed=int(saver.error is not None and self._on_error == "raise"),
+            failed=int(saver.has_failed),
         )
 
-    def _begin_save(self, saver: Saver) -> None:
-        self._saved_steps = self._steps
-        saver.begin(self._steps, self._header())
-        self._report(saver)
+    def _is_due(self, saver: Saver) -> bool:
+        return self._every.is_due(self._steps - max(0, saver.begun_step), time.monotonic() - saver.began_at)
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -351,75 +350,52 @@ class Checkpointer:
             **{f"run_{name}": value for name, value in self._description.items()},
         }
 
-    def _poll(self, saver: Saver) -> None:
-        if saver.poll():
-            self._report(saver)
-            self._adapt(saver)
+    def _may_leave(self) -> bool:
+        """Saves the last steps of all Checkpointers. Returns False if another one has yet to make this pass's step.
 
-    def _report(self, saver: Saver) -> None:
-        """Logs why a save has failed, where no exception will tell."""
-        if saver.error is not None and self._on_error == "log":
-            _logger.error("the training goes on without this checkpoint: %s", saver.error)
-            saver.error = None
-
-    def _adapt(self, saver: Saver) -> None:
-        """Learns from the costs of a save that has ended."""
-        if saver.duration is None or saver.error is not None:
-            return
-        self._every.measured(saver.stall, saver.duration)
-        if saver.duration > self._grace and not self._has_warned_of_grace:
-            self._has_warned_of_grace = True
-            _logger.warning(
-                "a save of %.1f MiB took %.1f s (%.1f MiB/s), and the grace period is %.0f s: the save on a preemption "
-                "would not complete. Choose a faster disk, or an earlier notice.",
-                saver.nbytes / 2**20,
-                saver.duration,
-                saver.nbytes / 2**20 / saver.duration,
-                self._grace,
-            )
-
-    def _raise_failure(self, saver: Saver) -> None:
-        error, saver.error = saver.error, None
-        if error is None:
-            error = CheckpointError(f"the save of step {saver.begun_step} failed on another rank, whose error says why")
-        self._ranks.start(self._flags())  # A script that catches the error may go on.
-        raise error
+        A Checkpointer waits once: others may step more rarely.
+        """
+        self._save_last()
+        has_waited, _members[self] = _members[self], True
+        if not has_waited and any(one.steps < self.steps and not is_leaving for one, is_leaving in _members.items()):
+            return False
+        for other in [one for one in _members if one is not self]:
+            other._save_last()
+        return True
 
     def _save_last(self) -> None:
         """Saves the last step before a preemption."""
         self._has_left = True
-        if (failure := self._complete(self._grace)) is not None:
-            _logger.error("not every tier has the last step: %s", failure)
+        self._complete(self._grace, raises=False)
 
-    def _complete(self, limit: float) -> str | None:
-        """Saves the last step, unless it is saved. Returns what failed in a tier, or is not done within `limit`."""
+    def _complete(self, limit: float, raises: bool) -> None:
+        """Saves the last step, unless it is saved, and waits up to `limit` for the tiers."""
         saver = self._open_saver()
         saver.wait()
         if not self._ranks.all_true(saver.saved_step == saver.begun_step == self._steps):
-            self._begin_save(saver)
+            saver.begin(self._steps, self._header())
             saver.wait()
-        if saver.error is not None and self._on_error == "raise":
+        if saver.has_failed:
+            assert saver.error is not None
             raise saver.error
-        self._report(saver)
-        return self._tiers.finish(limit)
+        if (failure := self._tiers.finish(limit)) is not None:
+            failure = f"not every tier has the last step: {failure}"
+            if raises and not self._logs_errors:
+                raise CheckpointError(failure)
+            _logger.error("%s", failure)
 
     def _leave(self) -> NoReturn:
-        if self._exit_code is not None and self._ranks.rank == 0 and self._store is not None:
-            say_how_to_continue(self._notices.reason, self._steps, self._store.directory)
+        if self._exit_code is not None and self._ranks.rank == 0:
+            say_how_to_continue(self._notices.reason, self._steps, self._open_saver().store.directory)
         raise Preempted(self._exit_code)
 
-    def _finish(self, saver: Saver) -> None:
+    def _finish(self) -> None:
         """Saves the end of the training."""
         if self._ranks.world_size > 1 and (self._ranks.result().ended or self._ranks.exchange(Flags(ended=1)).running):
             raise RuntimeError(_UNEQUAL)
-        saver.wait()
-        self._report(saver)
-        if (failure := self._complete(self._timeout)) is not None:
-            if self._on_error == "raise":
-                raise CheckpointError(f"not every tier has the last step: {failure}")
-            _logger.error("not every tier has the last step: %s", failure)
+        self._complete(self._timeout, raises=True)
 
-    def _restore(self) -> None:
+    def _restore(self, saver: Saver) -> None:
         loaded = load_newest(self._tiers, self._ranks, self._state)
         if loaded is None:
             return
@@ -429,13 +405,11 @@ class Checkpointer:
         try:
             self._state.restore(state, tensors, is_same_world)
         except ValueError as error:
-            cure = f"To start a run other than the one in {checkpoint.path}, choose another directory"
-            raise ValueError(f"{str(error).rstrip('.')}. {cure}") from error
-        self._steps = self._saved_steps = state["steps"]
+            raise of_another_run(error, checkpoint) from error
+        self._steps = state["steps"]
         self._elapsed = state["elapsed"]
         self.restored = checkpoint
-        if self._saver is not None:
-            self._saver.begun_step = self._saver.saved_step = checkpoint.step
+        saver.begun_step = saver.saved_step = checkpoint.step
         if self._ranks.rank == 0:
             warn_of_differences(
                 checkpoint,
@@ -445,37 +419,28 @@ class Checkpointer:
                 differing,
             )
 
-    def _new_store(self) -> Store:
-        directory = self._directory
-        assert not isinstance(directory, Store)
-        return Store(
-            directory,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            keep=self._keep,
-            timeout=self._timeout,
-            encryption=self._encryption,
-            audit=Path(directory) / AUDIT if self._audit is True else self._audit or None,
-        )
-
     def _open_saver(self) -> Saver:
         if self._saver is None:
             raise RuntimeError("the Checkpointer is used outside of its block: use 'with ckpt:' around the loop")
         return self._saver
 
     def _close(self, is_orderly: bool) -> None:
-        self._saver = None
-        _company.part(self)
+        saver, self._saver = self._saver, None
+        _members.pop(self, None)
         self._tiers.close()
         self._elapsed, self._entered_at = self.elapsed, None
         self._state.close()
         self._notices.close()
         self._ranks.drop()
-        store, self._store = self._store, None
-        if store is not None and self._owns_store:
+        if saver is not None and self._given_store is None:
             try:
-                store.close(self._timeout)
+                saver.store.close(self._timeout)
             except CheckpointError as error:
                 if is_orderly:
                     raise
                 _logger.error("%s", error)
+
+
+def _as_list(given: Any) -> list[Any]:
+    """Returns an argument that may be None, one object or several as a list."""
+    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]

@@ -184,8 +184,7 @@ class _Saver:
 
         def save(checkpointer: Any) -> Any:
             checkpointer._open_saver()
-            state, directory = checkpointer._state, checkpointer._directory
-            path = Path(getattr(directory, "directory", directory)) / f"step-{checkpointer._steps:010}"
+            state, path = checkpointer._state, Path(checkpointer._home) / f"step-{checkpointer._steps:010}"
             path.mkdir(parents=True, exist_ok=True)
             tensors = [state.model.state_dict(), [optimizer.state_dict() for optimizer in state.optimizers]]
             self._noted(path / "rank0.safetensors", lambda file: torch.serialization.save(tensors, file))

@@ -32,12 +32,6 @@ class Ranks:
     Every rank calls the same methods in the same order. The all-reduce of one step runs while the next step computes;
     its result is read at the end of that step. A rank waits only for ranks that are a whole step behind. `connect` is
     called before the first exchange.
-
-    Args:
-        timeout: Seconds after which a wait for another rank raises.
-
-    Raises:
-        RuntimeError: A launcher has started several ranks, and no process group is initialized.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -57,9 +51,6 @@ class Ranks:
         """Makes the group, together with all other ranks.
 
         A caller first checks its arguments: a rank that gives up while others connect fails them with an error of gloo.
-
-        Args:
-            on_failure: Called before an error is raised.
         """
         if self.world_size == 1:
             return
@@ -78,11 +69,7 @@ class Ranks:
         self._running = work, values
 
     def result(self) -> Flags:
-        """Returns the largest flags of all ranks from the current exchange; waits for ranks that are a step behind.
-
-        Raises:
-            RuntimeError: A rank has ended, or did not come in time.
-        """
+        """Returns the largest flags of all ranks from the current exchange; waits for ranks that are a step behind."""
         assert self._running is not None, "no exchange is in progress"
         (work, values), self._running = self._running, None
         if work is not None:
@@ -104,21 +91,23 @@ class Ranks:
             "rank must call it: remove a condition such as `if rank == 0` before it."
         )
 
+    # Each of the next waits for all ranks.
+
     def exchange(self, flags: Flags) -> Flags:
-        """Returns the largest flags of all ranks, and waits for them."""
+        """Returns the largest flags of all ranks."""
         self.start(flags)
         return self.result()
 
     def all_true(self, value: bool) -> bool:
-        """Returns whether `value` is true on all ranks, and waits for them."""
-        return not self.exchange(Flags(failed=int(not value))).failed
+        """Returns whether `value` is true on all ranks."""
+        return not self.any_true(not value)
 
     def any_true(self, value: bool) -> bool:
-        """Returns whether `value` is true on any rank, and waits for them."""
-        return bool(self.exchange(Flags(busy=int(value))).busy)
+        """Returns whether `value` is true on any rank."""
+        return bool(self.exchange(Flags(number=int(value))).number)
 
     def agree(self, value: int) -> tuple[int, int]:
-        """Returns the smallest and the largest `value` of all ranks, and waits for them. Values are 0 or more."""
+        """Returns the smallest and the largest `value` of all ranks."""
         largest = self.exchange(Flags(number=value)).number
         return -self.exchange(Flags(number=-value)).number, largest
 

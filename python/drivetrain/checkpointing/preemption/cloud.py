@@ -102,11 +102,7 @@ _SOURCES: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Az
 
 
 def source_of(cloud: str | Source) -> Source:
-    """Returns the source of that name, or the source itself.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Returns the source of that name, or the source itself."""
     if not isinstance(cloud, str):
         return cloud
     if cloud not in _SOURCES:
@@ -143,9 +139,7 @@ class Poller:
                 if failures == _FAILURES_BEFORE_WARNING:
                     _logger.warning(
                         "%s does not answer, so preemptions that it announces go unseen: %s: %s",
-                        type(self._source).__name__,
-                        type(error).__name__,
-                        error,
+                        *(type(self._source).__name__, type(error).__name__, error),
                     )
             if self.reason is not None:
                 return

@@ -11,15 +11,7 @@ _FIRST_AUTO_SECONDS = 60.0  # The first save under "auto" measures the cost.
 
 
 def seconds_of(text: str | float | datetime.timedelta, name: str) -> float:
-    """Returns a duration in seconds.
-
-    Args:
-        text: Such as "5min", "30 s", "2h", "1d", a timedelta, or a number of seconds.
-        name: The argument's name, for the message.
-
-    Raises:
-        ValueError: The text is no duration above 0.
-    """
+    """Returns the seconds of "5min", "30 s", "2h", "1d", a timedelta or a number. Errors name the argument `name`."""
     if isinstance(text, datetime.timedelta):
         seconds = text.total_seconds()
     elif isinstance(text, str):
@@ -68,11 +60,7 @@ class Interval:
 
     @staticmethod
     def of(every: str | int | datetime.timedelta | None, mtbf: str | float | datetime.timedelta) -> "Interval":
-        """Reads the arguments `every` and `mtbf` of Checkpointer.
-
-        Raises:
-            ValueError: One of them has another form than those that Checkpointer lists.
-        """
+        """Reads the arguments `every` and `mtbf` of Checkpointer."""
         failures = seconds_of(mtbf, "mtbf")
         if every is None:
             return Interval(None, None)

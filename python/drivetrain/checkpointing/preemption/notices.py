@@ -26,12 +26,6 @@ class Preempted(SystemExit):
 class Notices:
     """Collects notices from all sources until it is closed.
 
-    Args:
-        signals: Signals to handle. A second one of a kind, 2 seconds or more after the first, takes the effect that it
-            had before.
-        file: A path whose existence is a notice, or None.
-        cloud: "aws", "gcp" or "azure", a `Source`, or None.
-
     Attributes:
         reason: The notice, or None.
     """

@@ -25,10 +25,6 @@ class Shield:
     """Lets new workers ignore the signals, and takes the end of a worker under a notice for no error.
 
     Schedulers signal whole process groups. A worker that ends at once fails the training in the middle of its step.
-
-    Args:
-        signals: The signals of a notice.
-        is_noticed: Returns whether one has come to this process.
     """
 
     def __init__(self, signals: list[signal.Signals], is_noticed: Callable[[], bool]) -> None:

@@ -16,11 +16,7 @@ _STATEFUL = "torchdata.stateful_dataloader.StatefulDataLoader"
 
 
 def position_of(data: Any) -> Position:
-    """Returns how to save the position in `data`, the argument of Checkpointer.
-
-    Raises:
-        TypeError: The position in `data` cannot be saved. The message says what to use.
-    """
+    """Returns how to save the position in `data`, the argument of Checkpointer."""
     if data is None:
         return Position()
     if isinstance(data, Prefetcher):
@@ -71,11 +67,7 @@ def position_of(data: Any) -> Position:
 
 
 def _position_of_prepared(data: Any) -> Position:
-    """Returns how to save the position in a prepared loader.
-
-    Raises:
-        TypeError: Its position cannot be saved. The message says what to use.
-    """
+    """Returns how to save the position in a prepared loader."""
     from accelerate.data_loader import DataLoaderShard
 
     if type(data) is not DataLoaderShard or type(data.base_dataloader) is not DataLoader or data.skip_batches:

@@ -32,10 +32,6 @@ _PAIR_MARKS: dict[type, str] = {kind: mark for mark, kind in _PAIRS.items()}
 class Encoder:
     """Encodes values and collects their tensors under names that say where they come from.
 
-    Args:
-        is_own: Returns whether a tensor has other values on each rank. Its name then begins with `own_prefix`.
-        own_prefix: Such as "rank3/", so that names of ranks differ.
-
     Attributes:
         tensors: The collected tensors by name, contiguous and detached. They share memory with the encoded ones where
             those are contiguous. A DTensor is represented by this rank's part, on one rank of those with replicas of
@@ -52,18 +48,7 @@ class Encoder:
         self._owned: list[Tensor] = []  # keeps the addresses in `_names` from being used again
 
     def encode(self, value: Any, path: str, depth: int = 0) -> JSON:
-        """Returns `value` as JSON, with references to tensors.
-
-        Args:
-            value: None, bool, int, float, complex, str, bytes, a dense tensor, a torch dtype or device, or a NumPy
-                scalar or array of numbers. Lists, tuples, sets, dicts, OrderedDicts, Counters and deques of them are
-                encoded as well.
-            path: The place of the value in the state, for names and messages.
-            depth: The number of containers around the value.
-
-        Raises:
-            TypeError: The value or one inside of it has no encoding. The message names its place.
-        """
+        """Returns `value` as JSON, with references to tensors. A TypeError names the place of what has no encoding."""
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -131,13 +116,7 @@ class Encoder:
         if value.device.type == "cpu" and value.nbytes <= _INLINE_BYTES:
             raw = bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()) if value.numel() else b""
             return {"$small": [_dtype_name(value.dtype), list(value.shape), _text(raw)]}
-        key = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        name = self._names.get(key) if value.numel() else None
-        if name is None:
-            name = self._new_name(self._own_prefix + path if self._is_own(value) else path)
-            self._names[key] = name
-            self._owned.append(value)
-            self.tensors[name] = value.contiguous()
+        name = self._collect(value, self._own_prefix + path if self._is_own(value) else path)
         # empty_like keeps the strides of tensors without gaps and overlaps only.
         is_permuted = not value.is_contiguous() and torch.empty_like(value, device="meta").stride() == value.stride()
         return {"$tensor": name, "stride": list(value.stride())} if is_permuted else {"$tensor": name}
@@ -168,14 +147,8 @@ class Encoder:
         local, offset, owner = part_of(value, path)
         if (mesh := describe_mesh(value.device_mesh)) not in self.meshes:
             self.meshes.append(mesh)
-        key = (local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), owner)
-        name = self._names.get(key) if local.numel() else None
-        if name is None:
-            name = self._new_name(f"rank{owner}/{path}" if self._own_prefix else path)
-            self._names[key] = name
-            self._owned.append(local)
-            if self._own_prefix in ("", f"rank{owner}/"):
-                self.tensors[name] = local.contiguous()
+        is_saved_here = self._own_prefix in ("", f"rank{owner}/")
+        name = self._collect(local, f"rank{owner}/{path}" if self._own_prefix else path, owner, is_saved_here)
         return {
             "$shard": {
                 "of": path,
@@ -188,20 +161,23 @@ class Encoder:
             }
         }
 
-    def _new_name(self, name: str) -> str:
+    def _collect(self, value: Tensor, name: str, owner: int | None = None, is_saved_here: bool = True) -> str:
+        """Collects a tensor under a name, or under the one that it has already, which is returned."""
+        key = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), owner)
+        if value.numel() and key in self._names:
+            return self._names[key]
         while name in self._taken:  # A key may contain the separator.
             name += "~"
         self._taken.add(name)
+        self._names[key] = name
+        self._owned.append(value)
+        if is_saved_here:
+            self.tensors[name] = value.contiguous()
         return name
 
 
 def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns what `Encoder.encode` was given. Tensors are on the CPU; a name may occur twice and is then shared.
-
-    Raises:
-        KeyError: A tensor is not among `tensors`.
-        ValueError: The value has a mark that this version does not know.
-    """
+    """Returns what `Encoder.encode` was given. Tensors are on the CPU; a name may occur twice and is then shared."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -209,26 +185,16 @@ def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
     mark = next(iter(value), "")
     if not mark.startswith("$"):
         return {key: decode(item, tensors) for key, item in value.items()}
-    content = value[mark]
-    if mark == "$tensor":
-        found = tensors[content]
-        if "stride" not in value:
-            return found
-        return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype, device="cpu").copy_(found)
-    if mark == "$shard":
-        return Shard(tensors[KEY + content["of"]], tuple(content["shape"]), content["of"])
-    if mark == "$array":
-        dtype, shape, reference = content
-        return decode(reference, tensors).numpy().view(dtype).reshape(shape)
-    if mark in _ITEMS:
-        return _ITEMS[mark](decode(content, tensors))
-    if mark in _PAIRS:
-        return _PAIRS[mark]({decode(key, tensors): decode(item, tensors) for key, item in content})
-    if mark == "$deque":
-        return collections.deque(decode(content[0], tensors), content[1])
-    if mark not in _DECODERS:
+    if mark not in {**_DECODERS, **_ITEMS, **_PAIRS}:
         raise ValueError(f"the state has the mark {mark!r}, which this drivetrain does not know: upgrade drivetrain")
-    return _DECODERS[mark](content)
+    found = _DECODERS.get(mark, decode)(value[mark], tensors)
+    if mark in _ITEMS:
+        return _ITEMS[mark](found)
+    if mark in _PAIRS:
+        return _PAIRS[mark](dict(found))
+    if "stride" not in value:
+        return found
+    return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype, device="cpu").copy_(found)
 
 
 def _text(data: bytes | bytearray) -> str:
@@ -247,13 +213,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _small(content: JSON) -> Tensor:
     name, shape, text = content
-    raw = bytearray(base64.b64decode(text))
-    dtype = getattr(torch, name)
-    return (
-        torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
-        if raw
-        else torch.empty(shape, dtype=dtype, device="cpu")
-    )
+    raw, dtype = bytearray(base64.b64decode(text)), getattr(torch, name)
+    if not raw:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def _decode_numpy(content: JSON) -> Any:
@@ -263,14 +226,18 @@ def _decode_numpy(content: JSON) -> Any:
     return numpy.frombuffer(base64.b64decode(text), dtype=dtype).reshape(shape).copy()
 
 
-_DECODERS: dict[str, Callable[[JSON], Any]] = {
-    "$int": int,
-    "$float": float,
-    "$bytes": base64.b64decode,
-    "$complex": lambda parts: complex(decode(parts[0], {}), decode(parts[1], {})),
-    "$dtype": lambda name: getattr(torch, name),
-    "$device": torch.device,
-    "$small": _small,
-    "$ndarray": _decode_numpy,
-    "$scalar": lambda content: _decode_numpy(content)[()],
+_DECODERS: dict[str, Callable[[JSON, Mapping[str, Tensor]], Any]] = {
+    "$tensor": lambda name, tensors: tensors[name],
+    "$shard": lambda part, tensors: Shard(tensors[KEY + part["of"]], tuple(part["shape"]), part["of"]),
+    "$array": lambda parts, tensors: decode(parts[2], tensors).numpy().view(parts[0]).reshape(parts[1]),
+    "$deque": lambda parts, tensors: collections.deque(decode(parts[0], tensors), parts[1]),
+    "$complex": lambda parts, tensors: complex(*decode(parts, tensors)),
+    "$int": lambda text, _: int(text),
+    "$float": lambda text, _: float(text),
+    "$bytes": lambda text, _: base64.b64decode(text),
+    "$dtype": lambda name, _: getattr(torch, name),
+    "$device": lambda name, _: torch.device(name),
+    "$small": lambda content, _: _small(content),
+    "$ndarray": lambda content, _: _decode_numpy(content),
+    "$scalar": lambda content, _: _decode_numpy(content)[()],
 }

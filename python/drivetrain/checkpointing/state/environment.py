@@ -16,11 +16,7 @@ from .shards import JSON
 
 
 def describe(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSON]:
-    """Returns the user's configuration, the environment, and a hash of both, as JSON.
-
-    Raises:
-        TypeError: A value of `config` has no encoding, or a tensor is larger than 64 bytes.
-    """
+    """Returns the user's configuration, the environment, and a hash of both, as JSON."""
     encoder = Encoder(lambda _: False, "")
     encoded = encoder.encode(_plain(dict(config or {})), "config")
     if encoder.tensors:

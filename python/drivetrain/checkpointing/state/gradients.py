@@ -22,21 +22,15 @@ class Gradients:
         self._handle: Any = None
 
     def open(self) -> None:
-        """Begins to follow."""
         self._handle = self._optimizer.register_step_post_hook(self._remember)
 
     def close(self) -> None:
-        """Ends following."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def state(self) -> list[Any]:
-        """Returns a list with an element per parameter: a collected gradient, the dtype of one of zeros, or None.
-
-        Raises:
-            NotImplementedError: A collected gradient has 24 bits, of which `.grad` holds 16.
-        """
+        """Returns a list with an element per parameter: a collected gradient, the dtype of one of zeros, or None."""
         params = self._params()
         grads = [param.grad for param in params]
         if all(grad is None for grad in grads):

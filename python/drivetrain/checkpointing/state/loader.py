@@ -10,7 +10,7 @@ from ...data import ResumableSampler
 from ..preemption.workers import has_lost_workers
 from . import rng
 from .position import Position
-from .skipping import END, Skipping
+from .skipping import Skipping
 
 KEY = "_drivetrain_position"  # an attribute of loaders that are counted
 IN_USE = "data is used by another Checkpointer: leave its with block first"
@@ -134,16 +134,13 @@ class Counted(Position):
             self._ever_stepped, self._count = True, self._base
         self._has_stepped, self._resumed = True, None
 
-    @property
-    def _is_between(self) -> bool:
-        """True after an epoch, in an iteration in which the training makes no step."""
-        is_idle = self._ever_stepped and not self._has_stepped and not self.counts_all
-        return is_idle and self._resumed is None and self._has_begun
-
     def state(self) -> Any:
-        is_end = self.is_exhausted or self._is_between
+        # After an epoch, in an iteration in which the training makes no step.
+        is_idle = self._ever_stepped and not self._has_stepped and not self.counts_all
+        is_between = is_idle and self._resumed is None and self._has_begun
+        is_end = self.is_exhausted or is_between
         return {
-            "epoch": self._count - self._is_between,
+            "epoch": self._count - is_between,
             "is_exhausted": is_end,
             "start": self._start,
             "first": self._first if self._start is not None else None,
@@ -387,16 +384,17 @@ class CountedBatches:
 
     def _fetch(self) -> Any:
         try:
-            if self._counted.has_lost_workers(self._batches):
-                self._batches = self._counted.begin_again(self._fetched)
-            batch = next(self._batches)
+            if not self._counted.has_lost_workers(self._batches):
+                batch = next(self._batches)
+                self._fetched += 1
+                return batch
         except StopIteration:
             raise
         except Exception:
             if not self._counted.has_lost_workers(self._batches):
                 raise
-            self._batches = self._counted.begin_again(self._fetched)
-            batch = next(self._batches)
+        self._batches = self._counted.begin_again(self._fetched)
+        batch = next(self._batches)
         self._fetched += 1
         return batch
 
@@ -405,7 +403,7 @@ class CountedBatches:
 
         The caller calls `fetching` before the training fetches a batch, and counts `batches` or calls `end` after it.
         """
-        return iter(self._fetch, END), self._counted
+        return iter(self._fetch, object()), self._counted
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

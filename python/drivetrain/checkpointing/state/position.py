@@ -21,29 +21,17 @@ class Position:
     others: Sequence["Position"] = ()  # the positions in the training's other loaders
 
     def call_before_fetch(self, call: Callable[[], None]) -> None:
-        """Calls `call` before each batch that the training fetches.
-
-        Raises:
-            TypeError: The position does not see single batches.
-        """
+        """Calls `call` before each batch that the training fetches."""
         raise TypeError("data is no DataLoader, whose batches a callback has to see: pass one")
 
     def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
-        """Begins to count batches.
-
-        Args:
-            is_noticed: Returns whether this process is about to be preempted. Workers that have ended start again then.
-        """
+        """Begins to count batches. Workers that end once `is_noticed()` is True start again."""
 
     def close(self) -> None:
         """Ends counting, and gives the loader back as it was."""
 
     def stepped(self) -> None:
-        """Learns that the training has made a step with the batches taken last.
-
-        Raises:
-            RuntimeError: The training iterates over something else.
-        """
+        """Learns that the training has made a step with the batches taken last."""
 
     def other_ended(self) -> None:
         """Learns that a restored iteration over another loader has ended without a further batch."""

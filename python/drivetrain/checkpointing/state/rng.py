@@ -1,5 +1,7 @@
 """Captures and restores the states of random number generators: Python's, NumPy's, torch's, and a user's own."""
 
+import array
+import itertools
 import random
 import sys
 from collections.abc import Sequence
@@ -36,18 +38,14 @@ def capture_host() -> dict[str, Any]:
     """Returns the states of the default generators on the CPU."""
     numpy = sys.modules.get("numpy")
     return {
-        "python": _python_state(random.getstate()),
+        "python": state_of(random),
         "numpy": None if numpy is None else numpy.random.get_state(legacy=False),
-        "torch": _bytes(torch.get_rng_state()),
+        "torch": state_of(torch.default_generator),
     }
 
 
 def restore(state: dict[str, Any], generators: Generators = ()) -> None:
-    """Restores what `capture` returned.
-
-    Raises:
-        ValueError: The numbers of CUDA devices or of generators differ from those at the capture. Nothing is restored.
-    """
+    """Restores what `capture` returned."""
     saved, devices = state["cuda"], torch.cuda.device_count() if state["cuda"] else 0
     if len(saved) > devices:
         raise ValueError(
@@ -67,12 +65,12 @@ def restore(state: dict[str, Any], generators: Generators = ()) -> None:
 
 def restore_host(state: dict[str, Any]) -> None:
     """Restores what `capture_host` returned."""
-    random.setstate(_python_tuple(state["python"]))
+    set_state(random, state["python"])
     if state["numpy"] is not None:
         import numpy
 
         numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(_tensor(state["torch"]))
+    set_state(torch.default_generator, state["torch"])
 
 
 def generators_of(*objects: Any, but: Any) -> list[Any]:
@@ -89,11 +87,8 @@ def generators_of(*objects: Any, but: Any) -> list[Any]:
         if isinstance(one, (torch.Generator, random.Random, *kinds)):
             if one not in (torch.default_generator, getattr(random, "_inst", None)):
                 found[id(one)] = one
-        elif isinstance(one, list | tuple):
-            for value in one[:_MEMBERS]:
-                look(value, depth + 1)
-        elif isinstance(one, dict):
-            for value in list(one.values())[:_MEMBERS]:
+        elif isinstance(one, list | tuple | dict):
+            for value in itertools.islice(one.values() if isinstance(one, dict) else one, _MEMBERS):
                 look(value, depth + 1)
         elif not isinstance(one, Tensor | torch.nn.Module | type | Dataset) and hasattr(one, "__dict__"):
             look(vars(one), depth)
@@ -107,8 +102,9 @@ def set_state(generator: Any, state: Any) -> None:
     """Restores what `state_of` returned into a generator of the same kind."""
     if isinstance(generator, torch.Generator):
         generator.set_state(_tensor(state))
-    elif isinstance(generator, random.Random):
-        generator.setstate(_python_tuple(state))
+    elif generator is random or isinstance(generator, random.Random):
+        words = array.array("I", state["words"])
+        generator.setstate((state["version"], tuple(words), state["gauss"]))
     elif hasattr(generator, "bit_generator"):
         state = dict(state)
         seeds = state.pop("seed_sequence", None)
@@ -125,8 +121,9 @@ def state_of(generator: Any, name: str = "generator") -> Any:
     """Returns the state of one generator, for `Encoder.encode`. Raises TypeError for other objects."""
     if isinstance(generator, torch.Generator):
         return _bytes(generator.get_state())
-    if isinstance(generator, random.Random):
-        return _python_state(generator.getstate())
+    if generator is random or isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return {"version": version, "words": array.array("I", words).tobytes(), "gauss": gauss}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(generator, numpy.random.Generator):
         pickled = generator.bit_generator.__getstate__()  # NumPy 2 adds the sequence, from which spawn() takes seeds
@@ -139,17 +136,6 @@ def state_of(generator: Any, name: str = "generator") -> Any:
         f"{name} is a {type(generator).__name__}, expected a torch.Generator, numpy.random.Generator, "
         "numpy.random.RandomState or random.Random"
     )
-
-
-def _python_state(state: Any) -> dict[str, Any]:
-    version, words, gauss = state
-    return {"version": version, "words": b"".join(word.to_bytes(4, "little") for word in words), "gauss": gauss}
-
-
-def _python_tuple(state: dict[str, Any]) -> tuple[Any, ...]:
-    words = state["words"]
-    values = tuple(int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4))
-    return state["version"], values, state["gauss"]
 
 
 def _bytes(state: Tensor) -> bytes:

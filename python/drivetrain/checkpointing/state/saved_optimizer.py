@@ -20,15 +20,8 @@ _WRAPPER_PARTS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")
 class ParameterOrder:
     """Translates between the order of an optimizer's parameters and their order in a saved state.
 
-    Parameters are matched by name. Those that the model does not have keep their order among themselves.
-
-    Args:
-        what: The optimizer, for messages.
-        ours: The name of each parameter; None: the model does not have it.
-        saved: The names in the saved state.
-
-    Raises:
-        ValueError: A parameter is not in the saved state.
+    Parameters are matched by name. Those that the model does not have, whose name is None, keep their order among
+    themselves. A ValueError says that a parameter is not in the saved state.
     """
 
     def __init__(self, what: str, ours: Sequence[str | None], saved: Sequence[str | None]) -> None:
@@ -72,14 +65,12 @@ class ParameterOrder:
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         names = [name for group in saved["param_groups"] for name in group.get("param_names", [])]
         here = {keys[number]: keys[position] for position, number in enumerate(self._saved)}
-        groups, begin = [], 0
-        for group in saved["param_groups"]:
-            end = begin + len(group["params"])
-            named = {"param_names": [names[number] for number in self._saved[begin:end]]} if names else {}
-            groups.append({**group, **named})
-            begin = end
-        return {
-            **saved,
+        numbers = iter(self._saved)
+        groups = [
+            group | ({"param_names": [names[next(numbers)] for _ in group["params"]]} if names else {})
+            for group in saved["param_groups"]
+        ]
+        return saved | {
             "state": {here.get(key, key): value for key, value in saved["state"].items()},
             "param_groups": groups,
         }
@@ -93,14 +84,7 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 def check_maker(
     index: int, optimizer: torch.optim.Optimizer, saved: dict[str, Any], classes: Sequence[str] | None
 ) -> None:
-    """Raises ValueError for a state that another kind of optimizer made, and warns if it fits nevertheless.
-
-    Args:
-        index: The optimizer's index among the Checkpointer's optimizers.
-        optimizer: The optimizer.
-        saved: The state dict.
-        classes: The name of each optimizer's class at the save; None in older checkpoints.
-    """
+    """Raises ValueError for a state that another kind of optimizer made, and warns if it fits nevertheless."""
     maker = classes[index] if classes is not None and index < len(classes) else "another optimizer"
     entries = {name for state in saved["state"].values() if isinstance(state, dict) for name in state}
     coded = sorted(name for name in entries if precision.is_of_blocks(name) or name in precision.EXTRA_NAMES)

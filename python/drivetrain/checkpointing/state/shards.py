@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,13 +24,7 @@ KEY = "$shard/"  # before the path of a sharded tensor, among the loaded tensors
 
 
 class Shard(NamedTuple):
-    """A restored part of a sharded tensor.
-
-    Attributes:
-        value: The part of this rank, on the CPU.
-        shape: The shape of the whole tensor.
-        path: The place of the tensor in the state, such as "model/weight".
-    """
+    """This rank's restored part of a sharded tensor, on the CPU, with the shape of the whole and its place."""
 
     value: Tensor
     shape: tuple[int, ...]
@@ -100,17 +94,6 @@ def read_shards(
     """Reads a part of each sharded tensor of a state, from the files of all ranks that saved overlapping parts.
 
     It holds one whole part besides the results at most, never a whole tensor unless a region asks for it.
-
-    Args:
-        checkpoint: The checkpoint.
-        state: The encoded state of one of its ranks.
-        region: Returns which part of a tensor to read, by its path and shape.
-
-    Returns:
-        The parts by `KEY` and path.
-
-    Raises:
-        CheckpointError: A file cannot be read, or no rank has saved some elements.
     """
     wanted = {record["of"]: record for record in marked(state, "$shard")}
     if not wanted:
@@ -133,7 +116,7 @@ def read_shards(
                     f"{checkpoint.path} has {path!r} in strided shards {record['placements']}, which can be loaded "
                     "with the same mesh only: continue on as many ranks as saved it"
                 )
-            found[KEY + path] = checkpoint.read([_name(record)])[_name(record)]
+            found[KEY + path] = _read(checkpoint, record)
             continue
         others = pieces[_group(state, record)].values()
         found[KEY + path] = _assembled(checkpoint, path, others, offset, shape, dtypes[_name(record)])
@@ -159,7 +142,7 @@ def without_shards(value: Any) -> Any:
 def _assembled(
     checkpoint: Checkpoint,
     path: str,
-    pieces: Any,
+    pieces: Iterable[dict[str, JSON]],
     offset: Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -171,7 +154,7 @@ def _assembled(
         ends = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, record["offset"], record["local"], strict=True)]
         if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
             continue
-        piece = checkpoint.read([_name(record)])[_name(record)]
+        piece = _read(checkpoint, record)
         if list(record["offset"]) == list(offset) and list(record["local"]) == list(shape):
             return piece
         if result is None:
@@ -179,14 +162,17 @@ def _assembled(
         source = piece[_slices(begins, ends, record["offset"])]
         result[_slices(begins, ends, offset)] = source
         count += source.numel()
-    if result is None:
-        result = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    result = torch.empty(tuple(shape), dtype=dtype, device="cpu") if result is None else result
     if count != result.numel():
         raise CheckpointError(
             f"{checkpoint.path} has {count} elements of the part of {path!r} at {list(offset)} of shape {list(shape)}, "
             f"expected {result.numel()}: the ranks that saved it had other parts"
         )
     return result
+
+
+def _read(checkpoint: Checkpoint, record: dict[str, JSON]) -> Tensor:
+    return checkpoint.read([_name(record)])[_name(record)]
 
 
 def _slices(begins: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
@@ -211,8 +197,16 @@ def is_zero(optimizer: object) -> bool:
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
-def zero_state(optimizer: Any) -> dict[str, Any]:
-    """Returns the state dict of a ZeroRedundancyOptimizer with the states of this rank's parameters alone."""
+def inner(optimizer: Any) -> Any:
+    """Returns the optimizer whose steps a ZeroRedundancyOptimizer makes, and others as they are."""
+    return optimizer.optim if is_zero(optimizer) else optimizer
+
+
+def own_state(optimizer: Any) -> dict[str, Any]:
+    """Returns the state dict of an optimizer; of a ZeroRedundancyOptimizer with this rank's states alone."""
+    if not is_zero(optimizer):
+        found: dict[str, Any] = optimizer.state_dict()
+        return found
     whole = torch.optim.Optimizer.state_dict(optimizer)
     local = optimizer.optim.state_dict()
     states = {
@@ -229,8 +223,11 @@ def zero_numbers(optimizer: Any) -> set[int]:
     return {optimizer._param_to_index[param] for group in groups for param in group["params"]}
 
 
-def load_zero(optimizer: Any, saved: dict[str, Any], load: Callable[[Any, dict[str, Any]], None]) -> None:
-    """Loads what `zero_state` returned, or any state dict of all parameters, with `load` for the local optimizer."""
+def load_own(optimizer: Any, saved: dict[str, Any], load: Callable[[Any, dict[str, Any]], None]) -> None:
+    """Loads what `own_state` returned, or any state dict of all parameters, with `load` for the local optimizer."""
+    if not is_zero(optimizer):
+        load(optimizer, saved)
+        return
     optimizer._sync_param_groups(saved["param_groups"], optimizer.param_groups)
     count = itertools.count()
     states: dict[int, Any] = {}
@@ -249,10 +246,7 @@ def load_zero(optimizer: Any, saved: dict[str, Any], load: Callable[[Any, dict[s
 def merged(checkpoint: Checkpoint, state: JSON, numbers: Callable[[int], set[int] | None]) -> JSON:
     """Returns a state in which optimizers that were split over ranks have the states of all wanted parameters.
 
-    Args:
-        checkpoint: The checkpoint.
-        state: The encoded state of one of its ranks.
-        numbers: Returns the numbers of the parameters that an optimizer here wants, by its index; None means all.
+    `numbers` returns the numbers of these parameters by the optimizer's index; None means all.
     """
     if not isinstance(state, dict) or not state.get("split_optimizers"):
         return state

@@ -1,9 +1,8 @@
 """Lets the first iteration over a sampler leave out the elements that a training has consumed."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-END, _TAKEN = object(), object()
 
 
 class Skipping:
@@ -62,21 +61,15 @@ class _Skipped:
     def __init__(self, skipping: Skipping) -> None:
         self._skipping = skipping
         self._elements: Iterator[Any] | None = None
-        self._first: Any = _TAKEN
 
     def __iter__(self) -> "_Skipped":
         return self
 
     def prime(self, takes_one: bool = False) -> Iterator[Any]:
         if self._elements is None:
-            self._elements = self._skipping.begin()
-            if takes_one:
-                self._first = next(self._elements, END)
+            elements = self._skipping.begin()
+            self._elements = itertools.chain(list(itertools.islice(elements, int(takes_one))), elements)
         return self._elements
 
     def __next__(self) -> Any:
-        elements = self.prime()
-        first, self._first = self._first, _TAKEN
-        if first is END:
-            raise StopIteration
-        return next(elements) if first is _TAKEN else first
+        return next(self.prime())

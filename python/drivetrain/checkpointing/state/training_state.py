@@ -1,6 +1,6 @@
 """Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,30 +26,14 @@ FORMAT = 1  # of the JSON state
 
 
 class Snapshot(NamedTuple):
-    """The state that one rank saves.
-
-    Attributes:
-        tensors: Tensors by name, on their devices, sharing memory with the training's.
-        state: All other values, as JSON with references to tensors of all ranks.
-    """
+    """Contains what one rank saves: tensors by name, on their devices, and JSON that refers to all ranks' tensors."""
 
     tensors: dict[str, Tensor]
     state: JSON
 
 
 class TrainingState:
-    """The objects of a training and the ways to capture and restore their states.
-
-    Args:
-        model, optimizers, schedulers, scaler, window, generators, extra: As Checkpointer's.
-        position: The position in the data.
-        rank: This rank.
-        world_size: Number of ranks.
-
-    Raises:
-        TypeError: An object has no state_dict() and load_state_dict(), or another type than expected.
-        NotImplementedError: A ZeroRedundancyOptimizer steps in the backward pass.
-    """
+    """The objects of a training and the ways to capture and restore their states."""
 
     def __init__(
         self,
@@ -62,8 +46,7 @@ class TrainingState:
         window: Window | None,
         generators: rng.Generators,
         extra: Mapping[str, Stateful],
-        rank: int,
-        world_size: int,
+        ranks: tuple[int, int],
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -82,10 +65,15 @@ class TrainingState:
         self._window_state: Any = None  # restored, for a window that is not there yet
         self._schedulers, self._scaler, self._position = list(schedulers), scaler, position
         self._generators, self._extra = list(generators), dict(extra)
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size = ranks
         self._gradients = [Gradients(optimizer) for optimizer in self.optimizers]
         self._orders: list[ParameterOrder] = []  # of the optimizers' parameters in the state that is restored
-        self._refuse_overlapped()
+        for index, one in enumerate(self.optimizers):
+            if shards.is_zero(one) and one._overlap_with_ddp:
+                raise NotImplementedError(
+                    f"optimizer[{index}] is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which steps in the "
+                    "backward pass: expected overlap_with_ddp=False"
+                )
 
     def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
         """Begins to follow the data and the optimizers. `is_noticed` is as `Position.open` takes it."""
@@ -95,30 +83,18 @@ class TrainingState:
             gradients.open()
 
     def close(self) -> None:
-        """Ends following."""
         self._position.close()
         for gradients in self._gradients:
             gradients.close()
 
     def capture(self, header: Mapping[str, JSON], with_data: bool = True) -> Snapshot:
-        """Returns the state of this moment.
-
-        Args:
-            header: Entries to store with the state, such as the step.
-            with_data: False leaves out the position in the data, for which some loaders start workers.
-
-        Raises:
-            TypeError: A value has no encoding; the message names its place.
-        """
+        """Returns the state of this moment."""
         self._refuse_unsharded_gradients()
         replicated = self._replicated()
         encoder = Encoder(lambda tensor: replicated is not None and _key(tensor) not in replicated, self._own_prefix())
         values: dict[str, Any] = {
             "model": self._model_state(),
-            "optimizer": [
-                shards.zero_state(optimizer) if shards.is_zero(optimizer) else optimizer.state_dict()
-                for optimizer in self.optimizers
-            ],
+            "optimizer": [shards.own_state(optimizer) for optimizer in self.optimizers],
             "scheduler": [scheduler.state_dict() for scheduler in self._schedulers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "gradients": [gradients.state() for gradients in self._gradients],
@@ -128,39 +104,26 @@ class TrainingState:
             "data": self._position.state() if with_data else None,
             "rng": rng.capture(self._generators),  # last: nothing above may draw from it afterwards
         }
-        makers = {
+        state = {
+            **header,
             "parameters": parameter_names(self.model, self.optimizers),
-            "optimizer_classes": [
-                class_name(optimizer.optim if shards.is_zero(optimizer) else optimizer) for optimizer in self.optimizers
-            ],
+            "optimizer_classes": [class_name(shards.inner(optimizer)) for optimizer in self.optimizers],
+            **{name: encoder.encode(value, name) for name, value in values.items()},
+            "meshes": encoder.meshes,
+            "split_optimizers": [index for index, one in enumerate(self.optimizers) if shards.is_zero(one)],
         }
-        state = {**header, **makers, **{name: encoder.encode(value, name) for name, value in values.items()}}
-        split = [index for index, optimizer in enumerate(self.optimizers) if shards.is_zero(optimizer)]
-        state |= {"meshes": encoder.meshes, "split_optimizers": split}
         return Snapshot(self._share(encoder.tensors), state)
 
     def restore(self, state: JSON, tensors: Mapping[str, Tensor], is_same_world: bool) -> None:
-        """Restores what `capture` returned on this rank, or on another one if the number of ranks has changed.
-
-        Args:
-            state: The encoded state, as `wanted` returned it.
-            tensors: The tensors that it refers to, and the parts that `region` names by `shards.KEY` and their paths.
-            is_same_world: True if as many ranks have saved it.
-
-        Raises:
-            ValueError: The state is of another model, optimizer, or data. Nothing has changed then.
-        """
+        """Restores what `capture` returned on this rank, or on another one if the number of ranks has changed."""
         if state.get("format") != FORMAT:
             raise ValueError(f"the checkpoint's state has format {state.get('format')!r}, expected {FORMAT}")
         names = ("model", "optimizer", "scheduler", "scaler", "gradients", "window", "extra", "data", "rng")
         values = {name: decode(state[name], tensors) for name in names}
-        if len(values["optimizer"]) != len(self.optimizers):
-            expected = f"{len(values['optimizer'])} as in the checkpoint"
-            raise ValueError(f"optimizer has {len(self.optimizers)} elements, expected {expected}")
+        _check_length("optimizer", self.optimizers, values["optimizer"])
         self._match_parameters(state)
         for index, (optimizer, order) in enumerate(zip(self.optimizers, self._orders, strict=True)):
-            inner = optimizer.optim if shards.is_zero(optimizer) else optimizer
-            check_maker(index, inner, values["optimizer"][index], state.get("optimizer_classes"))
+            check_maker(index, shards.inner(optimizer), values["optimizer"][index], state.get("optimizer_classes"))
             values["optimizer"][index] = order.state(values["optimizer"][index])
             values["gradients"][index] = order.values(values["gradients"][index])
         values["model"] = {plain_name(name): value for name, value in values["model"].items()}
@@ -169,10 +132,7 @@ class TrainingState:
         ours = {plain_name(name): name for name in self.model.state_dict()}
         self.model.load_state_dict({ours[name]: value for name, value in values["model"].items()})
         for optimizer, saved in zip(self.optimizers, values["optimizer"], strict=True):
-            if shards.is_zero(optimizer):
-                shards.load_zero(optimizer, saved, load_optimizer)
-            else:
-                load_optimizer(optimizer, saved)
+            shards.load_own(optimizer, saved, load_optimizer)
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=True):
             scheduler.load_state_dict(saved)
         if self._scaler is not None:
@@ -208,9 +168,7 @@ class TrainingState:
             here = ours[name]
             if isinstance(here, Tensor) and not is_lazy(here) and _form(here) != _form(saved):
                 raise ValueError(f"model has {name!r} as {_form(here)}, expected {_form(saved)} as in the checkpoint")
-        if len(self._schedulers) != len(values["scheduler"]):
-            expected = f"{len(values['scheduler'])} as in the checkpoint"
-            raise ValueError(f"scheduler has {len(self._schedulers)} elements, expected {expected}")
+        _check_length("scheduler", self._schedulers, values["scheduler"])
         if (self._scaler is None) != (values["scaler"] is None):
             expected = "none" if values["scaler"] is None else "one"
             raise ValueError(f"scaler is {self._scaler!r}, expected {expected} as in the checkpoint")
@@ -231,7 +189,7 @@ class TrainingState:
         return f"rank{self._rank}/" if self._world_size > 1 else ""
 
     def _replicated(self) -> set[Any] | None:
-        """Returns the memory of tensors that are equal on all ranks; None: there is one rank."""
+        """Returns the memory of parameters, and of their states, that are equal on all ranks; None: there is one."""
         if self._world_size == 1:
             return None
         params = [
@@ -240,7 +198,8 @@ class TrainingState:
             for name, param in wrapper.module.named_parameters()
             if name not in wrapper.parameters_to_ignore and wrapper.process_group.size() == self._world_size
         ]
-        return _memory_of(params, self.optimizers)
+        states = [value for one in self.optimizers for p in params for value in one.state.get(p, {}).values()]
+        return {_key(value) for value in [*params, *states] if isinstance(value, Tensor)}
 
     def _share(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns this rank's own tensors and its share of the replicated ones."""
@@ -357,14 +316,6 @@ class TrainingState:
             stride=stride,
         )
 
-    def _refuse_overlapped(self) -> None:
-        for index, optimizer in enumerate(self.optimizers):
-            if shards.is_zero(optimizer) and optimizer._overlap_with_ddp:
-                raise NotImplementedError(
-                    f"optimizer[{index}] is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which steps in the "
-                    "backward pass: expected overlap_with_ddp=False"
-                )
-
     def _refuse_unloadable(self) -> None:
         """Raises TypeError if the model saves values that it does not load, such as layers of bitsandbytes."""
         state = self.model.state_dict()
@@ -444,23 +395,11 @@ def names_of(state: JSON) -> list[str]:
 def bare(model: nn.Module) -> nn.Module:
     """Returns the model inside of DistributedDataParallel and torch.compile, whose names need no prefix."""
     while True:
-        if isinstance(model, TorchDistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
+        is_wrapped = isinstance(model, TorchDistributedDataParallel)
+        inner = model.module if is_wrapped else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
             return model
-
-
-def _memory_of(params: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> set[Any]:
-    """Returns the memory of parameters and of their states in optimizers."""
-    found = set()
-    for param in params:
-        found.add(_key(param))
-        for optimizer in optimizers:
-            values = optimizer.state.get(param, {})
-            found |= {_key(value) for value in values.values() if isinstance(value, Tensor)}
-    return found
+        model = inner
 
 
 def _key(tensor: Tensor) -> Any:
@@ -474,15 +413,13 @@ def _form(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
+def _check_length(what: str, ours: Sequence[Any], saved: Sequence[Any]) -> None:
+    if len(ours) != len(saved):
+        raise ValueError(f"{what} has {len(ours)} elements, expected {len(saved)} as in the checkpoint")
+
+
 def _check_names(what: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     if missing := sorted(saved.keys() - ours.keys()):
         raise ValueError(f"{what} has no {missing[0]!r}, which is in the checkpoint ({len(missing)} such names)")
     if extra := sorted(ours.keys() - saved.keys()):
         raise ValueError(f"{what} has {extra[0]!r}, which is not in the checkpoint ({len(extra)} such names)")
-
-
-def as_list(given: Any) -> list[Any]:
-    """Returns an argument that may be None, one object or several as a list."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]

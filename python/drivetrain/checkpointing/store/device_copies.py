@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,39 +20,34 @@ class DeviceCopies:
     """One snapshot of tensors on accelerators. The host waits for nothing until `wait`.
 
     The copies begin when all work that the current streams have by now is done. Work that these streams get later
-    waits for the copies.
+    waits for the copies. No other snapshot may use `slabs` until this one is written.
 
     Attributes:
         host: Where the tensors are once `wait` has returned, by name.
+        has_all: False if tensors on the host are too large to be copied here: they must not change until they are read.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], slabs: Slabs) -> None:
-        """
-        Args:
-            tensors: Tensors to copy. Tensors on the host are copied before this returns.
-            slabs: Lends the pinned memory. No other snapshot may use it until this one is written.
-        """
-        self._sources = [tensor for tensor in tensors.values() if tensor.device.type != "cpu"]  # until they are copied
+        sources = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
+        self._sources = list(sources.values())  # until they are copied
         self._ends: list[tuple[torch.device, Any]] = []
-        places = slabs.lend({name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"})
-        self.host = {name: places[name] if name in places else tensor.clone() for name, tensor in tensors.items()}
+        self.has_all = sum(one.nbytes for name, one in tensors.items() if name not in sources) <= _LARGEST_CLONE
+        places = slabs.lend(sources)
         for device in dict.fromkeys(tensor.device for tensor in self._sources):
             stream = slabs.stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
             with stream:
-                for name in places:
-                    if tensors[name].device == device:
-                        places[name].copy_(tensors[name], non_blocking=True)
+                for name, tensor in sources.items():
+                    if tensor.device == device:
+                        places[name].copy_(tensor, non_blocking=True)
                 end = stream.record_event()
             torch.accelerator.current_stream(device).wait_event(end)
             self._ends.append((device, end))
+        rest = {name: one.clone() if self.has_all else one for name, one in tensors.items() if name not in sources}
+        self.host = {name: places[name] if name in places else rest[name] for name in tensors}
 
     def wait(self, timeout: float) -> None:
-        """Waits on the host until all tensors are copied.
-
-        Raises:
-            CheckpointError: That took longer than `timeout` seconds.
-        """
+        """Waits on the host until all tensors are copied."""
         deadline = time.monotonic() + timeout
         for device, event in self._ends:
             while not event.query():  # event.synchronize() has no limit
@@ -97,11 +92,8 @@ class Slabs:
         self._slab = None
 
 
-def can_copy(tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether `DeviceCopies` serves: tensors are on accelerators with streams, and few bytes on the host."""
-    kinds = {tensor.device.type for tensor in tensors.values()} - {"cpu"}
-    host_bytes = sum(tensor.nbytes for tensor in tensors.values() if tensor.device.type == "cpu")
+def can_copy(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether `DeviceCopies` serves: tensors are on accelerators with streams."""
+    kinds = {tensor.device.type for tensor in tensors} - {"cpu"}
     current = torch.accelerator.current_accelerator()
-    is_plain = all(tensor.layout == torch.strided for tensor in tensors.values())
-    has_streams = current is not None and current.type != "mps" and kinds == {current.type}
-    return has_streams and is_plain and host_bytes <= _LARGEST_CLONE
+    return current is not None and current.type != "mps" and kinds == {current.type}

@@ -14,9 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ...data import ResumableSampler
-from ..checkpointer import Checkpointer
 from ..preemption.agreement import Ranks
-from .trainers import check_options, check_position, found_in
+from .trainers import TrainerSteps, check_position
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -31,7 +30,7 @@ except ImportError as error:
 _EXTRA = "transformers.Trainer"  # under which the Trainer's own values are saved
 
 
-class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
+class CheckpointCallback(TrainerSteps, TrainerCallback):  # type: ignore[misc]
     """Saves a Trainer's whole state in the background, and continues it with the same bits.
 
     ::
@@ -53,14 +52,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
-        check_options(options)
-        self._directory, self._options = Path(directory), options
+        super().__init__(directory, options)
         self._trainer: Trainer | None = None  # inside of train()
-        self._checkpointer: Checkpointer | None = None
-        self._values: _TrainerStateValues | None = None
         self._batches: _ResumedBatches | None = None
         self._stack: ExitStack | None = None
-        self._is_pending = False  # a step has ended and is not counted yet
         self._expected = 0  # serial of the checkpoint whose position the Trainer has; 0: it begins again
 
     def train(self, trainer: Trainer, **arguments: Any) -> TrainOutput | None:
@@ -92,18 +87,15 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             raise RuntimeError("trainer.train() was called: call CheckpointCallback.train(trainer) in its place")
         assert self._batches is not None
         assert self._stack is not None
-        self._values = _TrainerStateValues(trainer, self._batches.total)
-        options = {**self._options, "extra": {**self._options.get("extra", {}), _EXTRA: self._values}}
-        self._checkpointer = ckpt = Checkpointer(
-            self._directory,
+        ckpt = self._make(
+            _EXTRA,
+            _TrainerStateValues(trainer, self._batches.total),
             model=trainer.model_wrapped,
             optimizer=trainer.optimizer,
             scheduler=trainer.lr_scheduler,
             scaler=trainer.accelerator.scaler,
             data=self._batches.loader,
-            **options,
         )
-        ckpt.position.call_before_fetch(self._count)
         self._stack.enter_context(ckpt)
         serial = 0 if ckpt.restored is None else ckpt.restored.serial
         if serial != self._expected:
@@ -118,23 +110,17 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts the last step of the training before the Trainer may load its best model."""
         if control.should_training_stop or state.global_step >= state.max_steps:
-            is_pending, self._is_pending = self._is_pending, False
             assert self._batches is not None
             assert self._checkpointer is not None
+            is_pending, self._is_pending = self._is_pending, False  # the end of the batches counts no step
             self._batches.end()
             if is_pending:
                 self._checkpointer.step()
                 self._checkpointer.save()
 
-    def _count(self) -> None:
-        if self._is_pending:
-            self._is_pending = False
-            assert self._checkpointer is not None
-            self._checkpointer.step()
-
     def _newest(self) -> int:
         """Returns the serial of the newest checkpoint that all ranks see; 0: there is none."""
-        found = found_in(self._directory, self._options)
+        found = self._complete()
         ranks = Ranks(self._options.get("timeout", 1800.0))
         ranks.connect()
         try:
@@ -143,7 +129,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             ranks.close()
 
     def _train(self, trainer: Trainer, serial: int, arguments: Mapping[str, Any]) -> TrainOutput | None:
-        self._trainer, self._expected, self._is_pending = trainer, serial, False
+        self._trainer, self._expected = trainer, serial
         self._batches = _ResumedBatches(_loader_of(trainer), trainer.args.gradient_accumulation_steps)
         trainer.add_callback(self)
         try:
@@ -155,7 +141,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 return trainer.train(resume_from_checkpoint=folder, **arguments)
         finally:
             trainer.remove_callback(self)
-            self._trainer = self._checkpointer = self._values = self._batches = self._stack = None
+            self._trainer = self._checkpointer = self._batches = self._stack = None
         return None  # the Checkpointer ended a preemption without an exit code
 
     @contextmanager
@@ -164,7 +150,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if not serial:
             yield None
             return
-        checkpoint = next(one for one in found_in(self._directory, self._options) if one.serial == serial)
+        checkpoint = next(one for one in self._complete() if one.serial == serial)
         assert self._batches is not None
         shape = _shape_of(trainer, self._batches.total)
         saved = check_position(checkpoint, trainer.args.process_index, _EXTRA, shape, "steps")

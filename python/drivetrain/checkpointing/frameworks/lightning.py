@@ -4,18 +4,18 @@ import os
 import signal
 import warnings
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, cast
 
 from torch.nn.utils import prune
 
-from ..checkpointer import EXIT_CODE, Checkpointer
+from ..checkpointer import EXIT_CODE
+from ..restore import of_another_run
 from ..state.encoding import decode
 from ..state.saved_optimizer import plain_name
 from ..state.training_state import names_of
 from ..store.errors import CheckpointError, EncryptionError
 from ..store.reading import Checkpoint
-from .trainers import check_options, check_position, found_in
+from .trainers import TrainerSteps, check_position
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer, __version__
@@ -37,7 +37,7 @@ _BY_EPOCH = (GradientAccumulationScheduler, StochasticWeightAveraging)
 _RESTORED = {"pytorch-lightning_version", "loops", "callbacks", "optimizer_states", "lr_schedulers"}
 
 
-class CheckpointCallback(Callback):  # type: ignore[misc]
+class CheckpointCallback(TrainerSteps, Callback):  # type: ignore[misc]
     """Saves a Trainer's whole state in the background, and continues it with the same bits.
 
     ::
@@ -59,12 +59,9 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
-        check_options(options)
+        super().__init__(directory, options)
         if options.get("exit_code", EXIT_CODE) is None:
             raise ValueError("exit_code is None, expected 0 to 255: Lightning ends the process after a preemption")
-        self._directory, self._options = Path(directory), options
-        self._checkpointer: Checkpointer | None = None  # inside of fit()
-        self._is_pending = False  # a batch has ended and is not counted yet
         self._found: _Found | None = None  # the checkpoint, until on_train_start()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -87,7 +84,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             del connector._restore_modules_and_callbacks
             if ckpt_path is not None:
                 raise ValueError(f"ckpt_path is {ckpt_path!r}, expected None: the callback restores the state")
-            self._found = _newest(trainer, found_in(self._directory, self._options))
+            self._found = _newest(trainer, self._complete())
             if self._found is not None:
                 self._found.restore(trainer)
 
@@ -96,7 +93,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores all other values, once the Trainer has made their objects."""
         shape = _shape_of(trainer)
-        if complete := found_in(self._directory, self._options):
+        if complete := self._complete():
             check_position(complete[-1], trainer.global_rank, _EXTRA, shape, "batches")
         batches = trainer.fit_loop.max_batches  # StochasticWeightAveraging adds one in its last epoch
         found, self._found = self._found, None
@@ -105,19 +102,15 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             if any(one._scheduler_state is not None for one in _averaging(trainer)):
                 num_schedulers = len(found.state["scheduler"])  # It has removed the module's.
             found.begin_epoch(trainer)
-        loaders = trainer.fit_loop._combined_loader.flattened
-        options = {**self._options, "extra": {**self._options.get("extra", {}), _EXTRA: _LoopValues(trainer, shape)}}
-        self._is_pending = False
-        self._checkpointer = ckpt = Checkpointer(
-            self._directory,
+        ckpt = self._make(
+            _EXTRA,
+            _LoopValues(trainer, shape),
             model=trainer.model,
             optimizer=trainer.optimizers,
             scheduler=[_Scheduler(trainer, index) for index in range(num_schedulers)],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            data=loaders,
-            **options,
+            data=trainer.fit_loop._combined_loader.flattened,
         )
-        ckpt.position.call_before_fetch(self._count)
         if trainer.received_sigterm:  # Lightning handled it before this callback could.
             signal.raise_signal(signal.SIGTERM)
         ckpt.__enter__()
@@ -140,24 +133,17 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the end of the training."""
         ckpt, self._checkpointer = self._checkpointer, None
-        if ckpt is None:
-            return
-        with ExitStack() as stack:
-            stack.push(ckpt)  # whose block was entered in on_train_start
-            if self._is_pending:
-                ckpt.step()
+        if ckpt is not None:
+            with ExitStack() as stack:
+                stack.push(ckpt)  # whose block was entered in on_train_start
+                if self._is_pending:
+                    ckpt.step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends the save that is in progress."""
         ckpt, self._checkpointer = self._checkpointer, None
         if ckpt is not None:
             ckpt.__exit__(type(exception), exception, exception.__traceback__)
-
-    def _count(self) -> None:
-        if self._is_pending:
-            self._is_pending = False
-            assert self._checkpointer is not None
-            self._checkpointer.step()
 
 
 class _Scheduler:
@@ -166,26 +152,19 @@ class _Scheduler:
     def __init__(self, trainer: Trainer, index: int) -> None:
         self._trainer, self._index = trainer, index
 
+    def _found(self) -> list[Any]:
+        return [one.scheduler for one in self._trainer.lr_scheduler_configs[self._index : self._index + 1]]
+
     def state_dict(self) -> dict[str, Any]:
-        configs = self._trainer.lr_scheduler_configs
-        return configs[self._index].scheduler.state_dict() if self._index < len(configs) else {}
+        return next((one.state_dict() for one in self._found()), {})
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        configs = self._trainer.lr_scheduler_configs
-        if self._index < len(configs):
-            configs[self._index].scheduler.load_state_dict(saved)
+        for one in self._found():
+            one.load_state_dict(saved)
 
 
 class _Found:
-    """A checkpoint with the values that Lightning restores before on_fit_start.
-
-    Args:
-        checkpoint: The checkpoint.
-        rank: This rank.
-
-    Raises:
-        CheckpointError: A checksum does not hold, or a file cannot be read.
-    """
+    """A checkpoint with the values that Lightning restores before on_fit_start."""
 
     def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
         self.checkpoint = checkpoint
@@ -195,11 +174,7 @@ class _Found:
         self._values = decode(self.state["extra"][_EXTRA], self._tensors)
 
     def restore(self, trainer: Trainer) -> None:
-        """Restores the module, the data module and the callbacks, in Lightning's order and with its hooks.
-
-        Raises:
-            ValueError: The module has other parameters.
-        """
+        """Restores the module, the data module and the callbacks, in Lightning's order and with its hooks."""
         module, data, connector = trainer.lightning_module, trainer.datamodule, trainer._checkpoint_connector
         checkpoint = {
             "pytorch-lightning_version": __version__,
@@ -222,10 +197,7 @@ class _Found:
         try:
             connector.restore_model()
         except RuntimeError as error:
-            raise ValueError(
-                f"{' '.join(str(error).split()).rstrip('.')}. To start a run other than the one in "
-                f"{self.checkpoint.path}, choose another directory"
-            ) from error
+            raise of_another_run(error, self.checkpoint) from error
         connector.restore_datamodule()
         connector.restore_callbacks()
         _prune(module, saved)  # ModelPruning saves weights without masks
@@ -258,7 +230,7 @@ def _newest(trainer: Trainer, complete: list[Checkpoint]) -> _Found | None:
     for serial in trainer.strategy.broadcast(sorted(mine, reverse=True)):
         found = None
         try:
-            if serial in mine and _is_of_lightning(mine[serial]):
+            if serial in mine and _EXTRA in cast(dict[str, Any], mine[serial].state(0) or {}).get("extra", {}):
                 found = _Found(mine[serial], trainer.global_rank)
         except EncryptionError:
             raise
@@ -267,11 +239,6 @@ def _newest(trainer: Trainer, complete: list[Checkpoint]) -> _Found | None:
         if trainer.strategy.reduce_boolean_decision(found is not None):
             return found
     return None
-
-
-def _is_of_lightning(checkpoint: Checkpoint) -> bool:
-    state: Any = checkpoint.state(0)
-    return isinstance(state, dict) and _EXTRA in state.get("extra", {})
 
 
 def _prune(module: LightningModule, saved: dict[str, Any]) -> None:
@@ -330,11 +297,7 @@ class _LoopValues:
         return [name for name, one in self._trainer.lightning_module.named_parameters() if not one.requires_grad]
 
     def _hooks(self, callbacks: dict[str, Any]) -> dict[str, Any]:
-        """Returns what on_save_checkpoint of callbacks and of the module adds to a checkpoint or changes in it.
-
-        Args:
-            callbacks: The states of callbacks, which the hooks may change.
-        """
+        """Returns what on_save_checkpoint of callbacks and of the module adds to a checkpoint or changes in it."""
         trainer, module = self._trainer, self._trainer.lightning_module
         parents = [(module, LightningModule), *((one, Callback) for one in trainer.callbacks)]
         if not any(is_overridden("on_save_checkpoint", one, parent) for one, parent in parents):

@@ -80,6 +80,14 @@ def seed() -> None:
     torch.manual_seed(1)
 
 
+def saved(position: Any) -> Any:
+    """Returns the position and the random states as a checkpoint gives them back, and ends counting."""
+    encoder = Encoder(lambda _: False, "")
+    text = json.dumps(encoder.encode({"position": position.state(), "rng": rng.capture()}, ""))
+    position.close()
+    return decode(json.loads(text), encoder.tensors)
+
+
 def follow(
     loader: DataLoader[Any],
     position: Any,
@@ -93,13 +101,6 @@ def follow(
     Returns the batches and draws, and the saved state.
     """
     found: list[Any] = []
-
-    def saved() -> Any:
-        encoder = Encoder(lambda _: False, "")
-        text = json.dumps(encoder.encode({"position": position.state(), "rng": rng.capture()}, ""))
-        position.close()
-        return decode(json.loads(text), encoder.tensors)
-
     position.open()
     if state is not None:
         position.check(state["position"], True)
@@ -111,9 +112,9 @@ def follow(
         for batch in loader:
             found.append((epoch, batch.tolist() if isinstance(batch, torch.Tensor) else batch, torch.rand(()).item()))
             if len(found) == stop_after:
-                return found, saved()
+                return found, saved(position)
         if epoch == stop_at_end_of:
-            return found, saved()
+            return found, saved(position)
     position.close()
     return found, None
 
@@ -164,13 +165,6 @@ def together(stop_after: int | None, state: Any = None) -> tuple[list[Any], Any]
     position = position_of([first, second])
     position.open()
     found: list[Any] = []
-
-    def stop() -> Any:
-        encoder = Encoder(lambda _: False, "")
-        text = json.dumps(encoder.encode({"position": position.state(), "rng": rng.capture()}, ""))
-        position.close()
-        return decode(json.loads(text), encoder.tensors)
-
     if state is not None:
         position.restore(state["position"], True)
         rng.restore(state["rng"])
@@ -182,7 +176,7 @@ def together(stop_after: int | None, state: Any = None) -> tuple[list[Any], Any]
             is_first = False
             position.stepped()
             if len(found) == stop_after:
-                return found, stop()
+                return found, saved(position)
     position.close()
     return found, None
 

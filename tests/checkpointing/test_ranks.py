@@ -232,8 +232,9 @@ def test_the_keys_of_old_saves_are_deleted(tmp_path: Path) -> None:
 def test_no_thread_is_left(tmp_path: Path) -> None:
     before = threading.active_count()
     with Store(tmp_path) as store:
-        store.save(1, {}, None)
+        store.save(1, {"x": torch.ones(3)}, None)
     assert threading.active_count() == before
+    assert "drivetrain-checkpoint" not in " ".join(thread.name for thread in threading.enumerate())
 
 
 def test_a_wait_for_a_rank_whose_process_has_ended_is_over_at_once() -> None:

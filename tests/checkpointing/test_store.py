@@ -8,7 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -415,14 +414,6 @@ def test_checksums_agree_with_the_definition(isa: str) -> None:
     assert _C.crc32c(b"123456789") == 0xE3069283
     data = os.urandom(10007)
     assert _C.crc32c(data[4000:], _C.crc32c(data[:4000])) == _C.crc32c(data)
-
-
-def test_threads_end(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
-        store.save(1, {"x": torch.ones(3)}, None).result(LIMIT_S)
-    names = [thread.name for thread in threading.enumerate() if thread.name == "drivetrain-checkpoint"]
-    for _ in names:
-        pytest.fail("the thread of the store outlives its saves")
 
 
 def test_copying_threads_need_no_gil() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .preemption.agreement import Ranks
 from .store import directory as disk
-from .store.access import refusal
+from .store.access import check_access
 from .store.errors import CheckpointError
 from .store.identity import Identity
 from .store.reading import Checkpoint, DamagedError, complete_checkpoints, manifests
@@ -51,27 +52,26 @@ class Tiers:
                 have one cannot be read. Or a tier has checkpoints of another run.
         """
         self.store, self._is_open = store, True
-        refused = refusal(store.directory, self._ranks.rank == 0)
-        self._raise_together(None if refused is None else CheckpointError(refused))
-        failure: CheckpointError | None = None
-        if self._ranks.rank == 0:
-            self._uploaders = [Uploader(one, self._write_status) for one in self._remotes]
-            store.on_complete, store.is_held = self._completed, self._is_held
-            self._write_status()
-            try:
-                # Reads no key: an error of rank 0 alone must come after the exchange.
-                self._identity = Identity(store.directory, home, run)
-                for one in manifests(store.directory):
-                    self._identity.settle(one)
-                if self._uploaders:
-                    complete = complete_checkpoints(store.directory)
-                    self._download(max((one.serial for one in complete), default=0))
-                store.origin = self._identity.begin()
-            except CheckpointError as error:
-                failure = error
-            except OSError as error:
-                _logger.warning("%s cannot be read: %s", store.directory, error)
-        self._raise_together(failure)
+        with self._together():
+            check_access(store.directory, self._ranks.rank == 0)
+        with self._together():
+            if self._ranks.rank == 0:
+                self._open_first(store, home, run)
+
+    def _open_first(self, store: Store, home: str, run: str | None) -> None:
+        self._uploaders = [Uploader(one, self._write_status) for one in self._remotes]
+        store.on_complete, store.is_held = self._completed, self._is_held
+        self._write_status()
+        try:
+            # Reads no key: an error of rank 0 alone must come after the exchange.
+            self._identity = Identity(store.directory, home, run)
+            for one in manifests(store.directory):
+                self._identity.settle(one)
+            if self._uploaders:
+                self._download(max((one.serial for one in complete_checkpoints(store.directory)), default=0))
+            store.origin = self._identity.begin()
+        except OSError as error:
+            _logger.warning("%s cannot be read: %s", store.directory, error)
 
     def fetch(self, above: int, up_to: int) -> bool:
         """Downloads the newest remote checkpoint with a serial above the first number, up to the second."""
@@ -92,13 +92,9 @@ class Tiers:
 
     def check_new(self) -> None:
         """Raises CheckpointError on all ranks if no checkpoint was found, although the run has had one."""
-        failure: CheckpointError | None = None
-        try:
+        with self._together():
             if self._identity is not None:
                 self._identity.check_new()
-        except CheckpointError as error:
-            failure = error
-        self._raise_together(failure)
 
     def finish(self, timeout: float) -> str | None:
         """Uploads the last checkpoint, and waits for uploads. Returns what has failed or takes longer, if any."""
@@ -127,7 +123,14 @@ class Tiers:
     def _is_held(self, path: Path) -> bool:
         return any(uploader.holds(path) for uploader in self._uploaders)
 
-    def _raise_together(self, failure: CheckpointError | None) -> None:
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raises on all ranks if the block raises a CheckpointError on one of them."""
+        failure: CheckpointError | None = None
+        try:
+            yield
+        except CheckpointError as error:
+            failure = error
         if self._ranks.any_true(failure is not None):
             raise failure or CheckpointError(
                 "another rank cannot begin with the checkpoints that it found; its error says why"

@@ -98,8 +98,9 @@ def import_dcp(
         raise CheckpointError(f"{directory} is no checkpoint of torch.distributed.checkpoint: {error}") from error
     stored = metadata.state_dict_metadata
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {name: (name,) for name in stored}
-    ours = {_plain_name(name): value for name, value in get_model_state_dict(model).items()}
-    wanted: dict[str, Any] = {(f"{model_key}.{name}" if model_key else name): value for name, value in ours.items()}
+    ours = get_model_state_dict(model)
+    head = f"{model_key}." if model_key else ""
+    wanted: dict[str, Any] = {head + name.removeprefix("module."): value for name, value in ours.items()}
     for name, value in wanted.items():
         _check(directory, name, value, stored)
     states = _OptimizerStates(optimizers, model, optimizer_key, stored, paths)
@@ -110,9 +111,7 @@ def import_dcp(
             )
         except CheckpointException as error:
             raise CheckpointError(f"{directory} cannot be read: {error}") from error
-    set_model_state_dict(
-        model, {name: flat[key] for key, name in zip(wanted, get_model_state_dict(model), strict=True)}
-    )
+    set_model_state_dict(model, {name: flat[key] for key, name in zip(wanted, ours, strict=True)})
     states.load(flat)
 
 
@@ -236,10 +235,6 @@ def _check(directory: str | os.PathLike[str], name: str, value: Any, stored: Map
 
 def _heads(names: Mapping[str, Any]) -> str:
     return ", ".join(sorted({repr(name.split(".")[0]) for name in names})[:8])
-
-
-def _plain_name(name: str) -> str:
-    return name.removeprefix("module.")
 
 
 @contextmanager

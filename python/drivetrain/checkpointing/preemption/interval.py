@@ -66,13 +66,15 @@ class Interval:
             return Interval(None, None)
         if every == "auto":
             return Interval(None, _FIRST_AUTO_SECONDS, failures)
-        if isinstance(every, int):
-            return Interval(_checked(every, every), None)
+        steps: float | None = every if isinstance(every, int) else None
         if isinstance(every, str):
             number, unit = _number_and_unit(every, "every")
-            if unit in _STEPS:
-                return Interval(_checked(number, every), None)
-        return Interval(None, seconds_of(every, "every"))
+            steps = number if unit in _STEPS else None
+        if steps is None:
+            return Interval(None, seconds_of(every, "every"))
+        if isinstance(every, bool) or steps < 1 or steps != int(steps):
+            raise ValueError(f"every is {every!r}, expected a whole number of steps, 1 or more")
+        return Interval(int(steps), None)
 
     def is_due(self, steps: int, seconds: float) -> bool:
         """Returns whether a save is due, `steps` steps and `seconds` seconds after the last one began."""
@@ -94,9 +96,3 @@ def _number_and_unit(text: str, name: str) -> tuple[float, str]:
     if found is None:
         raise ValueError(f"{name} is {text!r}, expected for example '5min', '100 steps', 'auto' or a number of steps")
     return float(found[1]), found[2]
-
-
-def _checked(number: float, every: object) -> int:
-    if isinstance(every, bool) or number < 1 or number != int(number):
-        raise ValueError(f"every is {every!r}, expected a whole number of steps, 1 or more")
-    return int(number)

@@ -348,9 +348,8 @@ class TrainingState:
 
 def _has_unreduced_gradient(param: Any) -> bool:
     """Returns whether FSDP keeps a gradient of its parameter, in the dtype of the reduction or of the parameter."""
-    if param.unsharded_accumulated_grad is not None:
-        return True
-    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
+    gathered = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
 
 
 def split(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

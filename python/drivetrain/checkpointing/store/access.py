@@ -8,13 +8,14 @@ from pathlib import Path
 
 from .audit import AUDIT
 from .directory import user_name
+from .errors import CheckpointError
 from .layout import LEFTOVER, LOCK, step_of
 
 _CHANGE = os.R_OK | os.W_OK | os.X_OK  # of a folder
 
 
-def refusal(directory: Path, is_first: bool) -> str | None:
-    """Returns why this user cannot save into a directory, which may not exist, and what to do; None if it can.
+def check_access(directory: Path, is_first: bool) -> None:
+    """Raises CheckpointError if this user cannot save into a directory, which may not exist, with what to do.
 
     Rank 0, for which `is_first` is True, also deletes old checkpoints and writes the files of the run.
     """
@@ -23,15 +24,15 @@ def refusal(directory: Path, is_first: bool) -> str | None:
     except PermissionError as error:  # a folder above cannot be entered
         refused = Path(error.filename), os.R_OK
     except FileNotFoundError:  # another process has deleted something
-        return None
+        return
     if refused is None:
-        return None
+        return
     path, mode = refused
     try:
         owner = user_name(path.stat().st_uid)
     except OSError:
         owner = "another user"
-    return (
+    raise CheckpointError(
         f"{directory} cannot be continued by {user_name(os.geteuid())}, who may not "
         f"{'write to' if mode & os.W_OK else 'read'} {path}, which belongs to {owner}. To share the run in a group, "
         f"its owner runs `chmod -R g+rwX {directory}`, and from then on all start it under `umask 002`. Or choose "

@@ -195,7 +195,12 @@ class _Part:
                 len(record.chunks) if is_encrypted else 0
             ):
                 raise ValueError("it belongs to another checkpoint")
-            _check_size(folder, record)
+            try:
+                size = (folder / record.file).stat().st_size
+            except OSError as error:
+                raise DamagedError(folder, record.file, f"it cannot be read: {error.strerror}") from error
+            if size != record.file_bytes:
+                raise DamagedError(folder, record.file, f"it has {size} bytes, expected {record.file_bytes}")
             if hidden is not None:
                 record, header = replace(record, state=hidden["state"]), base64.b64decode(hidden["header"])
             elif not is_encrypted:
@@ -306,12 +311,7 @@ def find_checkpoints(
 
 
 class Survey(NamedTuple):
-    """The checkpoints of a directory.
-
-    Attributes:
-        complete: The checkpoints whose metadata holds, oldest first.
-        damaged: The errors of the others.
-    """
+    """The checkpoints of a directory whose metadata holds, oldest first, and the errors of the others."""
 
     complete: list[Checkpoint]
     damaged: list[DamagedError]
@@ -400,12 +400,3 @@ def _cipher(folder: Path, protection: Protection | None, file: str, encryption: 
             "--accept-plain on the command line, to read it nevertheless"
         )
     return None
-
-
-def _check_size(folder: Path, record: Record) -> None:
-    try:
-        size = (folder / record.file).stat().st_size
-    except OSError as error:
-        raise DamagedError(folder, record.file, f"it cannot be read: {error.strerror}") from error
-    if size != record.file_bytes:
-        raise DamagedError(folder, record.file, f"it has {size} bytes, expected {record.file_bytes}")

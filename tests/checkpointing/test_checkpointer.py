@@ -542,7 +542,7 @@ def test_any_sequence_of_world_sizes_draws_each_sample_once(
             position.open()
             if state is not None:
                 position.check(state, False)
-                position.restore(state, False)
+                position.restore(state)
             batches = iter(loader)
             for _ in range(steps):
                 batch = next(batches, None)

@@ -104,7 +104,7 @@ def follow(
     position.open()
     if state is not None:
         position.check(state["position"], True)
-        position.restore(state["position"], True)
+        position.restore(state["position"])
         rng.restore(state["rng"])
     for epoch in range(position.epoch, EPOCHS):
         if hasattr(loader.sampler, "set_epoch"):
@@ -148,7 +148,7 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next(make: Any, options: di
         torch.rand(epoch + 1)
         loader = make(**options)
         position = position_of(loader)
-        position.restore(state["position"], True)
+        position.restore(state["position"])
         assert position.epoch == epoch + 1
         rest, _ = follow(loader, position, state)
         if make is stateful:  # torchdata draws another seed when it begins an epoch after a restored end
@@ -166,7 +166,7 @@ def together(stop_after: int | None, state: Any = None) -> tuple[list[Any], Any]
     position.open()
     found: list[Any] = []
     if state is not None:
-        position.restore(state["position"], True)
+        position.restore(state["position"])
         rng.restore(state["rng"])
     for _ in range(position.epoch, EPOCHS):
         ours, theirs = iter(first), iter(second)

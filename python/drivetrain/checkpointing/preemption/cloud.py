@@ -26,74 +26,79 @@ class Source(Protocol):
         """
 
 
-class Aws:
+class _Service:
+    """A metadata service at a URL, which tests replace."""
+
+    url = "http://169.254.169.254"
+
+    def __init__(self, url: str | None = None) -> None:
+        self._url = url or self.url
+        self._known = ""  # the token or the machine's name, once the service has told it
+
+    def _ask(self, path: str, headers: dict[str, str], method: str = "GET") -> str:
+        request = urllib.request.Request(self._url + path, headers=headers, method=method)
+        with _opener.open(request, timeout=_ANSWER_SECONDS) as answer:
+            text: str = answer.read().decode()
+            return text
+
+
+class Aws(_Service):
     """Spot interruption notices of EC2, two minutes ahead (instance metadata service, version 2).
 
     Format: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
     """
 
-    def __init__(self, base: str = "http://169.254.169.254") -> None:
-        self._base = base
-        self._token: str | None = None
-
     def notice(self) -> str | None:
         """Returns the action and its time, such as "terminate at 2026-01-01T00:00:00Z"."""
         for attempt in range(2):
-            if self._token is None:
+            if not self._known:
                 ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
-                self._token = _ask(f"{self._base}/latest/api/token", ttl, method="PUT")
+                self._known = self._ask("/latest/api/token", ttl, method="PUT")
             try:
-                answer = _ask(
-                    f"{self._base}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": self._token}
-                )
+                token = {"X-aws-ec2-metadata-token": self._known}
+                event = json.loads(self._ask("/latest/meta-data/spot/instance-action", token))
             except urllib.error.HTTPError as error:
                 if error.code == 404:  # No interruption is planned.
                     return None
                 if error.code != 401 or attempt:
                     raise
-                self._token = None  # It has expired.
-                continue
-            event = json.loads(answer)
-            return f"AWS will {event['action']} this instance at {event['time']}"
+                self._known = ""  # It has expired.
+            else:
+                return f"AWS will {event['action']} this instance at {event['time']}"
         return None
 
 
-class Gcp:
+class Gcp(_Service):
     """Preemptions of Spot and preemptible VMs of Compute Engine, 30 seconds ahead.
 
     Format: https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption
     """
 
-    def __init__(self, base: str = "http://metadata.google.internal") -> None:
-        self._base = base
+    url = "http://metadata.google.internal"
 
     def notice(self) -> str | None:
         """Returns a text if the instance is preempted."""
-        answer = _ask(f"{self._base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}).strip()
+        answer = self._ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}).strip()
         if answer not in ("TRUE", "FALSE"):
             raise ValueError(f"instance/preempted is {answer!r}, expected TRUE or FALSE")
         return "Google Cloud preempts this instance" if answer == "TRUE" else None
 
 
-class Azure:
+class Azure(_Service):
     """Scheduled events of Azure of the types Preempt and Terminate, 30 seconds ahead for Spot VMs.
 
     Format: https://learn.microsoft.com/en-us/azure/virtual-machines/linux/scheduled-events
     """
 
-    def __init__(self, base: str = "http://169.254.169.254") -> None:
-        self._base = base
-        self._name: str | None = None
-
     def notice(self) -> str | None:
         """Returns the type and the time of an event of this machine. Events of others in its scale set do not count."""
         headers = {"Metadata": "true"}
-        if self._name is None:
-            query = "api-version=2021-02-01&format=text"
-            self._name = _ask(f"{self._base}/metadata/instance/compute/name?{query}", headers).strip()
-        answer = json.loads(_ask(f"{self._base}/metadata/scheduledevents?api-version=2020-07-01", headers))
+        if not self._known:
+            path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+            self._known = self._ask(path, headers).strip()
+        answer = json.loads(self._ask("/metadata/scheduledevents?api-version=2020-07-01", headers))
         for event in answer["Events"]:
-            if event["EventType"] in ("Preempt", "Terminate") and self._name in event["Resources"]:
+            if event["EventType"] in ("Preempt", "Terminate") and self._known in event["Resources"]:
                 return f"Azure announces {event['EventType']} not before {event['NotBefore'] or 'now'}"
         return None
 
@@ -148,10 +153,3 @@ class Poller:
 
 # The services are on the machine's own link, which no proxy reaches.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str:
-    request = urllib.request.Request(url, headers=headers, method=method)
-    with _opener.open(request, timeout=_ANSWER_SECONDS) as answer:
-        text: str = answer.read().decode()
-        return text

@@ -112,8 +112,8 @@ class _Prepared(MapStyleLoader):
             raise ValueError("data was prepared by Accelerate, but the checkpoint is of a loader that was not")
         super().check(state, is_same_world)
 
-    def restore(self, state: Any, is_same_world: bool) -> None:
-        super().restore(state, is_same_world)
+    def restore(self, state: Any) -> None:
+        super().restore(state)
         self._iteration = self._shard.iteration = state["iteration"]
         if state["seed"] is not None:
             self._order.initial_seed = state["seed"]

@@ -169,7 +169,7 @@ class Counted(Position):
                 "drivetrain.data.ResumableSampler, with which a batch size may change"
             )
 
-    def restore(self, state: Any, is_same_world: bool) -> None:
+    def restore(self, state: Any) -> None:
         self._count = state["epoch"]
         self._has_stepped = self._ever_stepped = state.get("ever_stepped", True)
         self._base = max(0, self._count + state["is_exhausted"])
@@ -252,8 +252,8 @@ class StatefulLoader(Counted):
                 "many as saved the checkpoint, or use a DataLoader with drivetrain.data.ResumableSampler"
             )
 
-    def restore(self, state: Any, is_same_world: bool) -> None:
-        super().restore(state, is_same_world)
+    def restore(self, state: Any) -> None:
+        super().restore(state)
         self._restarts_workers = False  # The loader restores its workers by itself.
         self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
@@ -309,8 +309,8 @@ class MapStyleLoader(Counted):
                 "checkpoint"
             )
 
-    def restore(self, state: Any, is_same_world: bool) -> None:
-        super().restore(state, is_same_world)
+    def restore(self, state: Any) -> None:
+        super().restore(state)
         self._skipped = 0
         if self._resumable is not None:
             position = 0 if self._is_next else state["sampler"]["position"]

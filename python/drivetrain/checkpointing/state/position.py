@@ -47,7 +47,7 @@ class Position:
     def check(self, state: Any, is_same_world: bool) -> None:
         """Raises ValueError if `restore` could not continue at `state`. Nothing changes."""
 
-    def restore(self, state: Any, is_same_world: bool) -> None:
+    def restore(self, state: Any) -> None:
         """Lets the next iteration continue at a position that `state` returned."""
 
 
@@ -68,7 +68,7 @@ class Direct(Position):
                 "state holds for any number of ranks, pass the object in `extra`"
             )
 
-    def restore(self, state: Any, is_same_world: bool) -> None:
+    def restore(self, state: Any) -> None:
         self._data.load_state_dict(state)
 
 
@@ -120,6 +120,6 @@ class Several(Position):
         for position, one in zip(self._positions, state, strict=True):
             position.check(one, is_same_world)
 
-    def restore(self, state: Any, is_same_world: bool) -> None:
+    def restore(self, state: Any) -> None:
         for position, one in zip(self._positions, state, strict=True):
-            position.restore(one, is_same_world)
+            position.restore(one)

@@ -141,7 +141,7 @@ class TrainingState:
             one.load_state_dict(values["extra"][name])
         if is_same_world:
             self._restore_window(state, values)
-        self._position.restore(values["data"], is_same_world)
+        self._position.restore(values["data"])
         if is_same_world or state["rank"] == self._rank:
             rng.restore(values["rng"], self._generators)
 

@@ -176,20 +176,6 @@ def test_two_processes_of_one_rank() -> None:
     assert sorted(report.exit_codes) == [0, 1, 1]  # the rank that came first is healthy
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", ("binding", "bound to core", "GOMP_CPU_AFFINITY")),
-        ("clock = time.time; time.time = lambda: clock() + 30 * rank", ("clocks", "s ahead of rank 0", "chrony")),
-    ],
-    ids=["one-core", "clock"],
-)
-def test_odd_ranks(change: str, expected: tuple[str, str, str]) -> None:
-    report = examine(ranks(2, change=change))
-    assert report.named(*expected), report.alarms()
-    assert report.status_of("network") == report.status_of("all-reduce") == "PASS"
-
-
 @pytest.mark.parametrize("slow_looks", [1, 2])
 def test_a_rank_that_seemed_slow_measures_again(slow_looks: int) -> None:
     change = (
@@ -200,6 +186,7 @@ def test_a_rank_that_seemed_slow_measures_again(slow_looks: int) -> None:
     report = examine(ranks(3, change=change))
     named = report.named("speed", "rank 2 on", "look there for other programs")
     assert named == (slow_looks == 2), report.alarms()
+    assert report.status_of("network") == report.status_of("all-reduce") == "PASS"
 
 
 def test_a_slow_rank_is_named() -> None:
@@ -207,13 +194,6 @@ def test_a_slow_rank_is_named() -> None:
     judged(slow, "WARN", "rank 2 on b computes 55 GFLOP/s, the median rank 100", "top")
     assert speed.judge({0: 100e9, 1: 70e9}, ["a", "a"]).status == "PASS"
     assert speed.judge({0: 100e9, 1: 50e9}, ["a", "a"]).status == "WARN"
-
-
-def test_ranks_that_are_bound_to_one_core_are_named() -> None:
-    assert speed.judge_binding({0: [0], 1: [1], 2: [0]}, ["a", "a", "b"]).status == "PASS"
-    assert speed.judge_binding({0: [0, 1], 1: [0, 1]}, ["a", "a"]).status == "PASS"
-    binding = speed.judge_binding({0: [0], 1: [1], 2: [1]}, ["a", "a", "a"])
-    judged(binding, "WARN", "ranks 1 and 2 on a are both bound to core 1 alone", "GOMP_CPU_AFFINITY")
 
 
 # ---- Several hosts, as network namespaces.
@@ -257,14 +237,12 @@ def healthy() -> dict[int, list[Probe]]:
     probes = {}
     for rank in range(8):
         first, *others = network.peers_of(rank, 8)
-        probes[rank] = [Probe(first, bytes_per_s=(100 + rank) * 2.0**20)] + [
-            Probe(peer, offset_s=0.01) for peer in others
-        ]
+        probes[rank] = [Probe(first, bytes_per_s=(100 + rank) * 2.0**20), *map(Probe, others)]
     return probes
 
 
 def test_healthy_probes_pass() -> None:
-    assert [finding.status for finding in network.judge(ADDRESSES, healthy())] == ["PASS", "PASS", "PASS"]
+    assert [finding.status for finding in network.judge(ADDRESSES, healthy())] == ["PASS", "PASS"]
 
 
 def test_a_closed_port_names_the_pair_and_the_firewall() -> None:
@@ -283,7 +261,7 @@ def test_a_lossy_and_a_slow_link_are_named() -> None:
     *_, links = network.judge(ADDRESSES, probes)
     judged(links, "WARN", "carries 10 MiB/s, the median link 103 MiB/s", "cable")
     one_host = [replace(address, host="host-0") for address in ADDRESSES]
-    judged(network.judge(one_host, probes)[2], "--", "all ranks are on one host", "")
+    judged(network.judge(one_host, probes)[1], "--", "all ranks are on one host", "")
 
 
 def test_a_rank_that_does_not_report_its_connections_is_named() -> None:

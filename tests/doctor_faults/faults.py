@@ -1,4 +1,4 @@
-"""Defines the 20 faults: each injects one, and returns the report, and the check, text and cure that must name it."""
+"""Defines the 18 faults: each injects one, and returns the report, and the check, text and cure that must name it."""
 
 from __future__ import annotations
 
@@ -96,11 +96,6 @@ def swallowed_sigterm() -> Named:
     return examine([Start(shell='trap "" TERM')]), "signals", "SIGTERM is ignored", "start Python by `exec`"
 
 
-def skewed_clock() -> Named:
-    change = "clock = time.time\ntime.time = lambda: clock() + 30 * rank"
-    return examine(ranks(2, change=change)), "clocks", "30.0 s ahead of rank 0", "chrony"
-
-
 def slow_rank() -> Named:
     """Other programs take the core of rank 1."""
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -158,11 +153,6 @@ def low_ulimit() -> Named:
     return examine([Start(shell="ulimit -n 256")]), "limits", "256 open files are allowed", "ulimit -n 65536"
 
 
-def wrong_binding() -> Named:
-    report = examine(ranks(2, environ={"OMP_PROC_BIND": "true", "OMP_PLACES": "{0}", "GOMP_CPU_AFFINITY": "0"}))
-    return report, "binding", "are both bound to core 0 alone", "unset GOMP_CPU_AFFINITY"
-
-
 def no_driver() -> Named:
     """A CUDA build of torch on a machine with a GPU, and no driver's library."""
     change = (
@@ -205,12 +195,10 @@ FAULTS: dict[str, Callable[[], Named]] = {
         full_disk,
         read_only_directory,
         swallowed_sigterm,
-        skewed_clock,
         slow_rank,
         slow_link,
         lossy_link,
         low_ulimit,
-        wrong_binding,
         no_driver,
         bogus_variable,
         unreachable_store,

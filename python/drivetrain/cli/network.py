@@ -1,4 +1,4 @@
-"""Tests the connections between ranks for `drivetrain doctor`: reachability, clocks, bandwidth and lost packets.
+"""Tests the connections between ranks for `drivetrain doctor`: reachability, bandwidth and lost packets.
 
 Every rank listens on a TCP port of its own, as gloo's ranks do, and connects to the others before any collective. It
 takes IPv4 and IPv6.
@@ -27,8 +27,7 @@ _FULL_MATRIX = 64  # ranks up to which every rank connects to every other one
 _PEERS = 16  # to which a rank of more connects, at distances 1, 2, 4 and so on
 _SENT = 2**24  # bytes that the bandwidth's test sends to the next rank
 _BLOCK = bytes(2**18)
-_ASK_TIME, _SEND = b"t", b"s"
-_CLOCK_LIMIT_S = 1.0
+_ARRIVED = b"a"
 _SLOW_LINK = 0.25  # of the median link's bandwidth
 _LOSS_LIMIT = 0.01  # of all segments
 _SEGMENTS = slice(100, 140)  # tcpi_total_retrans ... tcpi_segs_out in Linux's struct tcp_info
@@ -58,14 +57,12 @@ class Probe:
     Attributes:
         peer: The other rank.
         error: The reason why it could not be reached; "" if it could.
-        offset_s: Seconds by which the other's clock is ahead.
         bytes_per_s: Bandwidth to it; 0 where it was not measured.
         lost: Share of segments that had to be sent again.
     """
 
     peer: int
     error: str = ""
-    offset_s: float = 0.0
     bytes_per_s: float = 0.0
     lost: float = 0.0
 
@@ -97,17 +94,13 @@ class Listener:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Answers with the time, or with a byte after all that was announced has arrived."""
+    """Answers with a byte after all that is announced has arrived."""
     with connection, suppress(OSError):  # the other rank reports it
         connection.settimeout(4 * _CONNECT_S)
-        command = connection.recv(1)
-        if command == _ASK_TIME:
-            connection.sendall(struct.pack("!d", time.time()))
-        elif command == _SEND:
-            left = _SENT
-            while left > 0 and (block := connection.recv(min(left, len(_BLOCK)))):
-                left -= len(block)
-            connection.sendall(_SEND)
+        left = _SENT
+        while left > 0 and (block := connection.recv(min(left, len(_BLOCK)))):
+            left -= len(block)
+        connection.sendall(_ARRIVED)
 
 
 def advertised_address() -> str:
@@ -131,7 +124,7 @@ def peers_of(rank: int, world_size: int) -> list[int]:
 
 
 def probe_peers(rank: int, addresses: Sequence[Address]) -> list[Probe]:
-    """Connects to other ranks, the next one first, and compares clocks. If that is on another host, measures the link.
+    """Connects to other ranks, the next one first. If that is on another host, measures the link.
 
     Inside of a host, the other work of its cores decides the bandwidth.
     """
@@ -146,18 +139,10 @@ def probe_peers(rank: int, addresses: Sequence[Address]) -> list[Probe]:
 
 def _probe(peer: int, theirs: Address) -> Probe:
     try:
-        return Probe(peer, offset_s=_clock_offset(theirs.address, theirs.port))
+        socket.create_connection((theirs.address, theirs.port), _CONNECT_S).close()
+        return Probe(peer)
     except OSError as error:
         return Probe(peer, error=error.strerror or str(error))
-
-
-def _clock_offset(address: str, port: int) -> float:
-    """Connects to a listener, and returns the seconds by which its clock is ahead."""
-    with socket.create_connection((address, port), _CONNECT_S) as connection:
-        start = time.time()
-        connection.sendall(_ASK_TIME)
-        (theirs,) = struct.unpack("!d", receive(connection, 8))
-        return float(theirs) - (start + time.time()) / 2
 
 
 def measure_link(probe: Probe, where: Address) -> Probe:
@@ -166,7 +151,6 @@ def measure_link(probe: Probe, where: Address) -> Probe:
         with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
             connection.settimeout(4 * _CONNECT_S)
             start = time.monotonic()
-            connection.sendall(_SEND)
             for _ in range(_SENT // len(_BLOCK)):
                 connection.sendall(_BLOCK)
             receive(connection, 1)
@@ -185,11 +169,7 @@ def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) ->
         addresses: The address on which each rank listens, by rank.
         found: The probes of each rank that has reported.
     """
-    return [
-        _judge_reach(addresses, found),
-        _judge_clocks(addresses, found),
-        _judge_links(addresses, found),
-    ]
+    return [_judge_reach(addresses, found), _judge_links(addresses, found)]
 
 
 def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
@@ -217,17 +197,6 @@ def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Prob
             "NCCL_SOCKET_IFNAME=<the interface between the hosts>"
         )
     return fail("network", text, cure)
-
-
-def _judge_clocks(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
-    offsets = {probe.peer: probe.offset_s for probe in found.get(0, ()) if not probe.error}
-    late = max(offsets, key=lambda rank: abs(offsets[rank]), default=None)
-    if late is None or abs(offsets[late]) <= _CLOCK_LIMIT_S:
-        largest = abs(offsets[late]) if late is not None else 0.0
-        return passed("clocks", f"agree with rank 0's within {max(largest, 1e-3) * 1e3:.0f} ms")
-    direction = "ahead of" if offsets[late] > 0 else "behind"
-    text = f"rank {late} on {addresses[late].host} is {abs(offsets[late]):.1f} s {direction} rank 0"
-    return warn("clocks", text, "run chrony or timedatectl set-ntp true on both hosts; logs and time limits disagree")
 
 
 def _judge_links(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:

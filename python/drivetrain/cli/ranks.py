@@ -31,7 +31,7 @@ _LOOKS = 8  # ranks that measure again, one at a time
 _SETTLE_S = 1.5  # before they do: the others, which have just been woken, then ask the store seldom
 
 Show = Callable[[Sequence[Finding]], None]
-_Cards = dict[int, dict[str, Any]]  # by rank: its host, versions, cores, speed, address, failed checks and more
+_Cards = dict[int, dict[str, Any]]  # by rank: its host, versions, speed, address, failed checks and more
 
 
 class Meeting:
@@ -70,7 +70,6 @@ class Meeting:
                 "host": socket.gethostname(),
                 "process": os.getpid(),
                 "versions": dict(versions),
-                "cores": sorted(os.sched_getaffinity(0)),
                 "flops_per_s": speed.flops_per_s(),
                 "gpu": speed.own_gpu(),
                 "address": asdict(listener.address),
@@ -190,7 +189,6 @@ class Meeting:
         speeds = {rank: card["flops_per_s"] for rank, card in cards.items()}
         self._look_again(speeds)
         findings = [*_compare(cards), speed.judge(speeds, hosts)]
-        findings.append(speed.judge_binding({rank: card["cores"] for rank, card in cards.items()}, hosts))
         addresses = [cards[rank]["address"] for rank in range(len(cards))]
         self._store.set("addresses", json.dumps(addresses))  # once for all ranks
         answers = self._ask("probe", cards, limit_s=2 * self._timeout_s)

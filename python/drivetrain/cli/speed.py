@@ -71,20 +71,3 @@ def judge(speeds: Mapping[int, float], hosts: Sequence[str]) -> Finding:
     )
     cure = "look there for other programs (top, nvidia-smi), a lowered clock, fewer cores (taskset -p), or a hidden GPU"
     return warn("speed", text, cure)
-
-
-def judge_binding(cores_of: Mapping[int, Sequence[int]], hosts: Sequence[str]) -> Finding:
-    """Finds two ranks of a host that are bound to one core alone.
-
-    Args:
-        cores_of: The cores that each rank may use.
-        hosts: The host of each rank.
-    """
-    alone: dict[tuple[str, int], int] = {}
-    for rank, cores in cores_of.items():
-        other = alone.setdefault((hosts[rank], cores[0]), rank) if len(cores) == 1 else rank
-        if other != rank:
-            text = f"ranks {other} and {rank} on {hosts[rank]} are both bound to core {cores[0]} alone"
-            cure = "unset GOMP_CPU_AFFINITY and KMP_AFFINITY, or bind each local rank to cores of its own"
-            return warn("binding", text, cure)
-    return passed("binding", "no two ranks are bound to one core")

@@ -1,4 +1,4 @@
-"""Formats reports and plans as HTML for notebooks (`_repr_html_`)."""
+"""Formats the tables of reports and plans: as HTML for notebooks (`_repr_html_`), and as plain text."""
 
 from collections.abc import Sequence
 from html import escape
@@ -34,3 +34,15 @@ def html_table(
     text = "<br>".join(map(escape, lines))
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f"<p>{text}</p><table><thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table as plain text: the first column to the left, the others to the right."""
+    table = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = []
+    for row in table:
+        first, *others = row
+        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from loops import make_batches, make_model, train
-from rich.console import Console
 
 from drivetrain.cli import main
 from drivetrain.monitor import Monitor, read_events, summarize
@@ -82,8 +81,8 @@ def test_monitor_prints_the_table(recorded: Path, capsys: pytest.CaptureFixture[
 def test_monitor_compares_runs(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", str(recorded), str(slower(recorded, 2.0))]) == 0
     shown = capsys.readouterr().out
-    (step,) = [line for line in shown.splitlines() if line.split()[1:2] == ["step"]]
-    assert step.split()[-2] == "3.00"
+    (step,) = [line for line in shown.splitlines() if line.split()[:1] == ["step"]]
+    assert step.split()[-1] == "3.00"
 
 
 def test_runs_in_files_of_one_name_are_told_apart(
@@ -104,19 +103,11 @@ def test_monitor_follows_a_run_to_its_end(recorded: Path, capsys: pytest.Capture
     assert "a: 17 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_monitor_draws(recorded: Path, suffix: str) -> None:
-    picture = recorded.with_suffix(suffix)
-    assert main(["monitor", str(recorded), str(slower(recorded, 1.0)), "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"<?xml" if suffix == ".svg" else b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.jsonl"], "No such file"),
         (["--live", "a.jsonl", "b.jsonl"], "--live takes one file"),
-        (["a.jsonl", "--plot", "a.gif"], "expected a name that ends in .svg or .png"),
     ],
 )
 def test_monitor_names_what_is_wrong(
@@ -131,12 +122,12 @@ def test_monitor_names_what_is_wrong(
     "line",
     [b"[1]", b'{"a":1}', b'{"v":"1","type":"step"}', b'{"v":null}', b'{"v":1}', b'{"v":1,"type":"step"}', b"\xff\xfe"],
 )
-@pytest.mark.parametrize("option", ["--live", "--stacks", "--plot=a.svg"])
-def test_a_foreign_line_is_named(option: str, line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_line_is_named(line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "foreign.jsonl"
     path.write_bytes(line + b"\n")
-    assert main(["monitor", option, str(path)]) == 2
-    assert "foreign.jsonl, line 1: " in capsys.readouterr().err
+    for options in ([], ["--live"]):
+        assert main(["monitor", *options, str(path)]) == 2
+        assert "foreign.jsonl, line 1: " in capsys.readouterr().err
 
 
 def run_script(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -288,9 +279,7 @@ def test_a_line_in_a_notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_summary_shows_itself(recorded: Path) -> None:
     summary = summarize(read_events(recorded), "<b>")
-    console = Console(file=io.StringIO(), width=120)
-    console.print(summarize(read_events(recorded), "[red]").table())
-    assert "[red]: 17 steps" in console.file.getvalue()
+    assert "<b>: 17 steps" in str(summary)
     assert "waiting for data" in str(summary)
     assert repr(summary) == str(summary)
     html = summary._repr_html_()

@@ -46,7 +46,7 @@ def test_jsonl_has_every_event(tmp_path: Path) -> None:
     steps = [event for event in events if event["type"] == "step"]
     assert [step["step"] for step in steps] == list(range(1, 9))
     assert all(set(step["phases"]) == set(PHASES) for step in steps)
-    assert {(event["v"], event["rank"]) for event in events} == {(1, 0)}
+    assert {(event["v"], event["rank"]) for event in events} == {(2, 0)}
     summary = summarize(events)
     assert summary.num_steps == 5  # three steps warm up
     assert sum(summary.phase_s.values()) == pytest.approx(summary.wall_s)
@@ -66,8 +66,8 @@ def test_a_line_under_way_is_left_out_and_others_are_refused(tmp_path: Path) -> 
     path.write_text('{"v":1,"type":"run"}\nnonsense\n')
     with pytest.raises(ValueError, match="line 2: 'nonsense' is not an event"):
         read_events(path)
-    path.write_text('{"v":2,"type":"run"}\n')
-    with pytest.raises(ValueError, match="version 2 of the schema, and this drivetrain reads up to 1"):
+    path.write_text('{"v":3,"type":"run"}\n')
+    with pytest.raises(ValueError, match="version 3 of the schema, and this drivetrain reads up to 2"):
         read_events(path)
 
 

@@ -12,6 +12,8 @@ from loops import Kept
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from drivetrain.monitor import Monitor
+from drivetrain.monitor.trainers import TrainerMonitorCallback
 from drivetrain.phases import LABELS, span
 
 pytestmark = pytest.mark.filterwarnings("default")  # the frameworks' own warnings cannot be fixed here
@@ -231,31 +233,23 @@ def test_lightning_ends_at_an_error(tmp_path: Path) -> None:
 
 def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
-    from drivetrain.monitor.accelerate import AccelerateMonitor
-
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
-    with pytest.raises(ValueError, match=r"has prepared no model.*prepare\(\)"):
-        AccelerateMonitor(accelerator, [])
     model = Model()
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=1e-3), DataLoader(Rows(), BATCH)
     )
-    own, kept = type(loader), Kept()
-    with AccelerateMonitor(accelerator, loader, to=[kept], progress=False):
-        assert isinstance(loader, own)
+    kept = Kept()
+    with Monitor(model, optimizer, loader, to=[kept], progress=False) as monitor:
         for _ in range(EPOCHS):
-            for batch in loader:
+            for batch in monitor(loader):
                 with accelerator.accumulate(model):
                     accelerator.backward(model(**batch)["loss"])
                     optimizer.step()
                     optimizer.zero_grad()
-    assert type(loader) is own
     check(kept, USED)
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "loader"])
 def test_objects_of_the_framework_are_refused(name: str) -> None:
-    from drivetrain.monitor.trainers import refuse_own
-
-    with pytest.raises(TypeError, match=f"{name} is an argument of MonitorCallback, which takes it from the framework"):
-        refuse_own({name: None}, "MonitorCallback")
+    with pytest.raises(TypeError, match=f"{name} is an argument of TrainerMonitorCallback, which takes it from the fr"):
+        TrainerMonitorCallback(**{name: None})

@@ -175,7 +175,7 @@ def needed_bytes(args: argparse.Namespace) -> int:
 
 def _largest_batch(plan: Plan, args: argparse.Namespace) -> str:
     """Returns the largest micro-batch that fits, and plans the script for each size in a process of its own."""
-    from ..planner.questions import largest_by_line
+    from ..planner.questions import largest
 
     # A loader gives smaller batches than asked for if a step takes more than half of its data set.
     batch, limit = plan.trace.samples, plan.trace.epoch_samples // 2
@@ -185,7 +185,7 @@ def _largest_batch(plan: Plan, args: argparse.Namespace) -> str:
     def needs(size: int) -> int:
         return plan.memory.total if size == args.batch else _in_a_process({**vars(args), "batch": size})
 
-    found = largest_by_line(needs, plan.memory.capacity, batch, limit)
+    found = largest(needs, plan.memory.capacity, batch, limit)
     return f"{found:,}{' or more: half of the data set' if found == limit else ''}"
 
 
@@ -212,9 +212,9 @@ def _in_a_process(args: dict[str, Any]) -> int:
 
 
 def _answer(plan: Plan, args: argparse.Namespace) -> None:
+    from ..notebook import text_table
     from ..planner.cost import Run
     from ..planner.options import duration, formatted
-    from ..planner.questions import text_table
 
     if args.questions:
         helps = [

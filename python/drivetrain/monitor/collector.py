@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,9 @@ from .. import _C
 from ..phases import LABELS
 from .advice import Setup, advise
 from .events import event, step_event
-from .exchange import Exchange
-from .hangs import Hang, HangWatch, RankProgress
+from .hangs import Hang, HangWatch
 from .progress import Progress
-from .stragglers import Straggler
+from .stragglers import Exchange, Straggler
 from .stream import Event, Stream
 from .summary import Summary
 from .system import System
@@ -192,34 +191,16 @@ class Collector:
             self.advice[phase] = text
 
     def _compare(self) -> None:
-        """Shows this rank to the others, and takes from them who is slow, and whom a standing rank waits for."""
+        """Reports a training thread that stands still, and compares the ranks."""
+        if (hang := self._hangs.report(self._reader.standing(), self.num_steps + 1)) is not None:
+            self.hang = hang
+            self._send("hang", **asdict(hang))
+            _logger.warning("monitor: %s", hang.text)
         group = dist.group.WORLD if dist.is_initialized() else None
         if self._exchange is None and group is not None and dist.get_world_size() > 1:
             self._exchange = Exchange(group)
-        place = self._hangs.look(self._reader.standing(), self.num_steps + 1)
-        wants_others = self._hangs.wants_others
-        found: Straggler | None = None
-        places: dict[int, RankProgress] = {}
-        if self._exchange is not None:
-            found, places = self._exchange.exchange(place, wants_others)
-        self._hangs.hear(places)
-        if (hang := self._hangs.report(places)) is not None:
-            self._report(hang)
-        if found is not None:
+        if self._exchange is not None and (found := self._exchange.compare()) is not None:
             self._name(found)
-
-    def _report(self, hang: Hang) -> None:
-        self.hang = hang
-        self._send(
-            "hang",
-            slow_rank=hang.rank,
-            phase=hang.phase,
-            where=hang.where,
-            seconds=hang.seconds,
-            text=hang.text,
-            stack=hang.stack,
-        )
-        _logger.warning("monitor: %s", hang.text)
 
     def _name(self, found: Straggler) -> None:
         if self.straggler is None or (found.rank, found.phase) != (self.straggler.rank, self.straggler.phase):

@@ -10,7 +10,7 @@ from .. import _C
 from ..phases import PHASES
 from .stream import Event
 
-VERSION = 1  # grows when a field changes its meaning or goes; readers must ignore fields that they do not know
+VERSION = 2  # grows when a field changes its meaning or goes; readers must ignore fields that they do not know
 
 
 def event(kind: str, rank: int, step: int, **fields: Any) -> Event:

@@ -1,13 +1,14 @@
-"""Notices a rank that stands still, and says in which phase, file and line, and for which rank it waits."""
+"""Notices that this rank stands still, and says in which phase, file and line. A signal prints its stacks."""
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict
 
 from .. import _C
 from ..frames import stack_of, users_line
@@ -15,32 +16,21 @@ from ..phases import LABELS, PHASES
 
 LIMIT_S = 20.0
 _TIMES_THE_LONGEST = 3  # a phase that has taken longer before gets as many times that
-
-
-class RankProgress(TypedDict):
-    """The position of a rank in its training, as it shows the others."""
-
-    beat: int  # grows with each message
-    step: int  # in progress
-    phase: str
-    where: str  # the user's line
-    quiet_s: float  # since a phase last began or ended; 0: it is in no step
+STACKS_SIGNAL = signal.SIGRTMAX - 1  # programs rarely use the real-time signals
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that stands still.
+    """A report that this rank stands still.
 
     Attributes:
-        rank: The rank that the others wait for, or this one.
         phase: Its phase.
         where: Its file, line and function.
-        seconds: Seconds for which this rank has stood still.
+        seconds: Seconds for which it has stood still.
         text: A sentence with all of it.
-        stack: The stack of this rank's training thread, outermost call first.
+        stack: The stack of its training thread, outermost call first.
     """
 
-    rank: int
     phase: str
     where: str
     seconds: float
@@ -59,87 +49,40 @@ class HangWatch:
     """
 
     def __init__(self, rank: int, thread: int, limit_s: float, is_in_step: Callable[[], bool]) -> None:
-        self._rank, self._thread, self.limit_s, self._is_in_step = rank, thread, limit_s, is_in_step
-        self._beat = 0
-        self._place: RankProgress | None = None
-        self._limit_here_s = limit_s
-        self._since_ns = 0  # when the wait began that was last reported
+        self._rank, self._thread, self._limit_s, self._is_in_step = rank, thread, limit_s, is_in_step
+        self._since_ns = 0  # when the wait began that was last looked at
         self._next_s = limit_s
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat, and when it came
 
-    def look(self, standing: _C.TraceStanding, step: int) -> RankProgress:
-        """Returns where this rank is now.
+    def report(self, standing: _C.TraceStanding, step: int) -> Hang | None:
+        """Returns the hang, if it is time to report one: at the limit, and each time that the wait has doubled.
 
         Args:
             standing: The standing of the trace, after its records were read.
             step: Number of the step that is in progress.
         """
-        self._beat += 1
         phase = PHASES[standing.phase]
-        is_in_step = standing.since_ns > 0 and (phase != "host" or self._is_in_step())
-        quiet_s = max(time.monotonic_ns() - standing.since_ns, 0) * 1e-9 if is_in_step else 0.0
-        innermost = sys._current_frames().get(self._thread)
-        where = users_line(stack_of(innermost)) if innermost is not None else "nowhere: its training thread has ended"
-        if not is_in_step or standing.since_ns != self._since_ns:
-            self._heard.clear()  # the silence of the others counts from the first look at them in this wait
-            self._since_ns = standing.since_ns
-            self._limit_here_s = max(self.limit_s, _TIMES_THE_LONGEST * standing.longest_ns * 1e-9)
-            self._next_s = self._limit_here_s
-        self._place = {"beat": self._beat, "step": step, "phase": phase, "where": where, "quiet_s": round(quiet_s, 3)}
-        return self._place
-
-    @property
-    def wants_others(self) -> bool:
-        """True if the other ranks' places are needed, because this one may soon be reported."""
-        return self._place is not None and self.limit_s > 0 and self._place["quiet_s"] >= self._limit_here_s / 2
-
-    def hear(self, places: Mapping[int, RankProgress]) -> None:
-        """Notes the places of other ranks, by rank, as they were last published."""
-        for rank, place in places.items():
-            beat, _ = self._heard.get(rank, (-1, 0.0))
-            if place["beat"] != beat:
-                self._heard[rank] = (place["beat"], time.monotonic())
-
-    def report(self, places: Mapping[int, RankProgress]) -> Hang | None:
-        """Returns the hang, if it is time to report one: at the limit, and each time that the wait has doubled.
-
-        Args:
-            places: The places of the other ranks, by rank; empty if they are not known.
-        """
-        place = self._place
-        if place is None or self.limit_s <= 0 or place["quiet_s"] < self._next_s:
+        if self._limit_s <= 0 or standing.since_ns == 0 or (phase == "host" and not self._is_in_step()):
             return None
-        self._next_s = 2 * place["quiet_s"]
-        culprit = self._culprit(place, places)
-        text = f"rank {self._rank} has stood still for {place['quiet_s']:.0f} s in step {place['step']}, {_at(place)}"
-        if culprit != self._rank:
-            other = places[culprit]
-            text += f"; it waits for rank {culprit}, {self._silence_of(culprit)}in step {other['step']}, {_at(other)}"
-        found = other if culprit != self._rank else place
-        return Hang(culprit, found["phase"], found["where"], place["quiet_s"], text, self._stack())
-
-    def _culprit(self, own: RankProgress, places: Mapping[int, RankProgress]) -> int:
-        """Returns the rank that the others wait for: the first one that does not wait itself, or is silent."""
-        if own["phase"] != "communication":
-            return self._rank
-        working = [
-            (place["step"], -place["quiet_s"], rank)
-            for rank, place in places.items()
-            if place["phase"] != "communication" or self._silence_s(rank) >= self._limit_here_s / 4
-        ]
-        return min(working)[2] if working else self._rank
-
-    def _silence_s(self, rank: int) -> float:
-        return time.monotonic() - self._heard[rank][1] if rank in self._heard else 0.0
-
-    def _silence_of(self, rank: int) -> str:
-        silence = self._silence_s(rank)
-        return f"not heard of for {silence:.0f} s, last seen " if silence >= self._limit_here_s / 4 else ""
-
-    def _stack(self) -> str:
+        if standing.since_ns != self._since_ns:
+            self._since_ns = standing.since_ns
+            self._next_s = max(self._limit_s, _TIMES_THE_LONGEST * standing.longest_ns * 1e-9)
+        quiet_s = (time.monotonic_ns() - standing.since_ns) * 1e-9
+        if quiet_s < self._next_s:
+            return None
+        self._next_s = 2 * quiet_s
         innermost = sys._current_frames().get(self._thread)
-        return "".join(traceback.format_stack(innermost)) if innermost is not None else ""
+        where, stack = "nowhere: its training thread has ended", ""
+        if innermost is not None:
+            where, stack = users_line(stack_of(innermost)), "".join(traceback.format_stack(innermost))
+        text = f"rank {self._rank} has stood still for {quiet_s:.0f} s in step {step}"
+        return Hang(phase, where, quiet_s, f"{text}, in the phase {LABELS[phase]!r} at {where}", stack)
 
 
-def _at(place: RankProgress) -> str:
-    return f"in the phase {LABELS[place['phase']]!r} at {place['where']}"
+def print_stacks_on_request() -> None:
+    """Lets this process answer `kill -RTMAX-1` by the stacks of all threads on stderr, until its end.
+
+    faulthandler answers from C, and so also while a call holds Python's lock or waits for another rank. A handler of
+    the script's own stays.
+    """
+    if signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
+        faulthandler.register(STACKS_SIGNAL, 2, all_threads=True)

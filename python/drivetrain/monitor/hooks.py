@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,15 +47,16 @@ class Hooks:
     def attach(self) -> None:
         """Registers all hooks."""
         if self._model is not None:
-            self._handles.append(self._model.register_forward_pre_hook(_begin_forward))
-            # always_call: the phase must end if forward raises.
-            self._handles.append(self._model.register_forward_hook(_end_forward, always_call=True))
-        if self._optimizers is None:
-            self._handles.append(register_optimizer_step_pre_hook(self._begin_optimizer))
-            self._handles.append(register_optimizer_step_post_hook(self._end_optimizer))
-        for optimizer in self._optimizers or ():
-            self._handles.append(optimizer.register_step_pre_hook(self._begin_optimizer))
-            self._handles.append(optimizer.register_step_post_hook(self._end_optimizer))
+            self._handles += [
+                self._model.register_forward_pre_hook(lambda *_: _C.trace_begin(_FORWARD)),
+                # always_call: the phase must end if forward raises.
+                self._model.register_forward_hook(lambda *_: _C.trace_end(_FORWARD), always_call=True),
+            ]
+        registers = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
+        if self._optimizers is not None:
+            registers = [(one.register_step_pre_hook, one.register_step_post_hook) for one in self._optimizers]
+        for before, after in registers:
+            self._handles += [before(lambda *_: _C.trace_begin(_OPTIMIZER)), after(self._end_optimizer)]
         plain = torch.autograd.backward
 
         @functools.wraps(plain)
@@ -79,20 +78,9 @@ class Hooks:
         if self._marked_backward is not None and torch.autograd.backward is self._marked_backward:
             torch.autograd.backward = self._plain_backward
 
-    def _begin_optimizer(self, *_: Any) -> None:
-        _C.trace_begin(_OPTIMIZER)
-
     def _end_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _C.trace_end(_OPTIMIZER)
         self._on_optimizer_step(optimizer)
-
-
-def _begin_forward(*_: Any) -> None:
-    _C.trace_begin(_FORWARD)
-
-
-def _end_forward(*_: Any) -> None:
-    _C.trace_end(_FORWARD)
 
 
 class Batches:
@@ -103,6 +91,7 @@ class Batches:
         on_wait: Called before the loop waits for a batch.
         on_batch: Called with each batch.
         on_end: Called after the last batch, and when the loop is left before it.
+        make_iterator: Returns the loader's iterator; None: `iter(loader)`.
     """
 
     def __init__(
@@ -111,134 +100,84 @@ class Batches:
         on_wait: Callable[[], None],
         on_batch: Callable[[Any], None],
         on_end: Callable[[], None],
+        make_iterator: Callable[[], Iterator[Any]] | None = None,
     ) -> None:
-        self._on_end = on_end
+        self.on_wait, self.on_batch, self.on_end = on_wait, on_batch, on_end
+        self.make_iterator = make_iterator or (lambda: iter(loader))
         self._loader = loader
-        self._on_wait = on_wait
-        self._on_batch = on_batch
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        # Not later: a DataLoader's iterator draws its seed, and starts its workers, when it is made.
-        self._on_wait()
-        _C.trace_begin(_DATA)  # starting workers counts as waiting for data
-        try:
-            batches = iter(self._loader)
-        finally:
-            _C.trace_end(_DATA)
-        return self._marked(batches, time.monotonic())
-
-    def marked_iterator(self) -> Iterator[Any]:
-        """Returns the loader's own iterator, which marks the waits in its `__next__`.
-
-        The object gets a subclass of its class, so that its length, attributes and `isinstance` stay as they are.
-        """
-        self._on_wait()
-        _C.trace_begin(_DATA)
-        try:
-            batches = iter(self._loader)
-        finally:
-            _C.trace_end(_DATA)
-        own = type(batches)
-        if not issubclass(own, _MarkedIterator):
-            if not own.__flags__ & _HEAP_TYPE:  # such as a generator, whose class cannot be set
-                return self._marked(batches, time.monotonic())
-            marked = type(own.__name__, (_MarkedIterator, own), {"__module__": own.__module__})
-            batches.__class__ = marked
-        left = weakref.finalize(batches, self._on_end)  # a loop that is left by break drops it
-        left.atexit = False  # type: ignore[misc]
-        vars(batches)["_marks"] = _Marks(self._on_wait, self._on_batch, self._on_end, left, time.monotonic())
-        return batches
-
-    def _marked(self, batches: Iterator[Any], made_at: float) -> Iterator[Any]:
-        is_same_wait = time.monotonic() - made_at < _SAME_WAIT_S
-        while True:
-            if not is_same_wait:
-                self._on_wait()
-            is_same_wait = False
-            _C.trace_begin(_DATA)
-            try:
-                batch = next(batches, _END)
-            finally:
-                _C.trace_end(_DATA)
-            if batch is _END:
-                self._on_end()
-                return
-            self._on_batch(batch)
-            try:
-                yield batch
-            except GeneratorExit:  # the loop was left by break
-                self._on_end()
-                raise
-
-
-@dataclass
-class _Marks:
-    """Functions that an iterator calls while a loop takes batches from it."""
-
-    on_wait: Callable[[], None]
-    on_batch: Callable[[Any], None]
-    on_end: Callable[[], None]
-    left: weakref.finalize[..., Any]
-    made_at: float  # 0: it has been asked before
+        return _MarkedIterator(self)
 
 
 class _MarkedIterator:
-    """Marks the waits for batches. It comes before a loader's own class of iterators among the bases."""
+    """Marks the waits of a loader's own iterator, whose length, attributes and class it shows."""
 
-    _marks: _Marks
+    def __init__(self, owner: Batches) -> None:
+        self._own, self._owner, self._has_ended = iter(()), owner, False
+        # Not later: a DataLoader's iterator draws its seed, and starts its workers, when it is made.
+        owner.on_wait()
+        _C.trace_begin(_DATA)  # starting workers counts as waiting for data
+        try:
+            self._own = owner.make_iterator()
+        finally:
+            _C.trace_end(_DATA)
+        self._made_at = time.monotonic()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
     def __next__(self) -> Any:
-        marks = self._marks
-        if time.monotonic() - marks.made_at >= _SAME_WAIT_S:
-            marks.on_wait()
-        marks.made_at = 0.0
+        if time.monotonic() - self._made_at >= _SAME_WAIT_S:
+            self._owner.on_wait()
+        self._made_at = 0.0  # the next wait is another one
         _C.trace_begin(_DATA)
         try:
-            batch = super().__next__()  # type: ignore[misc]
-        except StopIteration:
+            batch = next(self._own, _END)
+        finally:
             _C.trace_end(_DATA)
-            if marks.left.detach() is not None:
-                marks.on_end()
-            raise
-        except BaseException:
-            _C.trace_end(_DATA)
-            raise
-        _C.trace_end(_DATA)
-        marks.on_batch(batch)
+        if batch is _END:
+            self.close()
+            raise StopIteration
+        self._owner.on_batch(batch)
         return batch
+
+    def close(self) -> None:
+        """Ends the last step. A loop that is left by break does it when it drops the iterator."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._owner.on_end()
+
+    __del__ = close
+
+    def __len__(self) -> int:
+        return len(self._own)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]
+        return type(self._own)
 
 
 _END = object()
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 _SAME_WAIT_S = 0.01  # a loop asks sooner for the first batch of an iterator that it has made
 
 
-class Iterations:
-    """Iterates over a loader by the `__iter__` of its own class, where another one has taken its place.
-
-    Args:
-        plain: The class's own `__iter__`.
-        loader: The loader.
-    """
-
-    def __init__(self, plain: Callable[[Any], Iterator[Any]], loader: Iterable[Any]) -> None:
-        self._plain, self._loader = plain, loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._plain(self._loader)
-
-
-def replace_iterations(loader: Iterable[Any], marked: Callable[[Iterable[Any]], Iterable[Any]]) -> Callable[[], None]:
+def replace_iterations(
+    loader: Iterable[Any], marked: Callable[[Callable[[], Iterator[Any]]], Batches]
+) -> Callable[[], None]:
     """Lets each `iter(loader)` go through `marked`, also in code that holds the loader already.
 
     The object gets a subclass of its class, because Python looks `__iter__` up there. `isinstance` holds as before.
 
     Args:
         loader: A loader whose class is a Python class.
-        marked: Takes an iterable over the loader, and returns the one to use.
+        marked: Takes what makes the loader's own iterator, and returns the iterable to use.
 
     Returns:
         A function that gives the loader its own class again.
@@ -246,7 +185,7 @@ def replace_iterations(loader: Iterable[Any], marked: Callable[[Iterable[Any]], 
     own = type(loader)
 
     def __iter__(self: Any) -> Iterator[Any]:
-        return iter(marked(Iterations(own.__iter__, self)))
+        return iter(marked(lambda: own.__iter__(self)))
 
     subclass = type(own.__name__, (own,), {"__iter__": __iter__, "__module__": own.__module__})
     # Accelerate's loaders have a __class__ of their own that cannot be set.

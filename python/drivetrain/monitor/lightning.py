@@ -58,15 +58,14 @@ class MonitorCallback(TrainerMonitorCallback, Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends, and shows the table on rank 0."""
-        self._end(None)
+        if self.monitor is not None:
+            self.monitor.finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends; the last event says that the training failed."""
-        self._end(exception)
-
-    def _end(self, error: BaseException | None) -> None:
         if self.monitor is not None:
-            self.monitor.finish(error)
+            self.monitor.fail(exception)
+            self.monitor.finish()
 
 
 def _watch(profiler: Any, monitor: TrainerMonitor) -> Callable[[], None]:

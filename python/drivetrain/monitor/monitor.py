@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import TracebackType
@@ -16,16 +17,14 @@ from torch import nn
 
 from .. import _C
 from ..phases import span
-from ..processes import this_process
 from .advice import Setup
 from .collector import OUTSIDE, Collector
 from .events import event
 from .flops import FlopCount, obstacle_to_counting, peak_flops
-from .hangs import LIMIT_S, Hang, HangWatch
+from .hangs import LIMIT_S, Hang, HangWatch, print_stacks_on_request
 from .hooks import Batches, Hooks, first_dimension
 from .progress import Progress
 from .sinks import make_sinks
-from .stacks import answer_requests
 from .stragglers import Straggler
 from .stream import Sink, Stream
 from .summary import Summary
@@ -153,6 +152,7 @@ class Monitor:
             self._stream.send(self._run_event())
             self._hooks = Hooks(self._model, self._optimizers, self._end_optimizer_step)
             self._hooks.attach()
+            print_stacks_on_request()
             _C.trace_step(OUTSIDE)
             self._collector.start()
             self._is_active = True
@@ -204,7 +204,7 @@ class Monitor:
         if not self._is_active:
             raise RuntimeError("monitor(loader) was called outside of the block: with Monitor(...) as monitor")
         self._place = (0, _length_of(loader))
-        return self._batches(loader, loader)
+        return self._batches(loader)
 
     def phase(self, name: str) -> Any:
         """Returns a context that attributes its time to a phase, for example "checkpoint".
@@ -259,10 +259,10 @@ class Monitor:
 
     # ---- Steps.
 
-    def _batches(self, batches: Iterable[Any], loader: Iterable[Any]) -> Batches:
+    def _batches(self, loader: Iterable[Any], make_iterator: Callable[[], Iterator[Any]] | None = None) -> Batches:
         """Returns an iterable over the batches of a loader that marks the waits for them."""
         self._iterated = loader
-        return Batches(batches, self._before_batch, self._take_batch, self._end_batches)
+        return Batches(loader, self._before_batch, self._take_batch, self._end_batches, make_iterator)
 
     def _before_batch(self) -> None:
         """Ends the step, if its optimizer step has been made; time without batches belongs to no step."""
@@ -371,8 +371,6 @@ class Monitor:
             world_size=self._world_size,
             host=platform.node(),
             pid=os.getpid(),
-            process=this_process(),
-            stacks=answer_requests(),
             device=str(self._device),
             torch=str(torch.__version__),
             parameters=sum(p.numel() for p in self._model.parameters()) if self._model is not None else None,
@@ -383,21 +381,17 @@ class Monitor:
         assert self._progress is not None
         if self._progress.kind == "notebook":
             importlib.import_module("IPython.display").display(summary)
-            return
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        console.width = console.width if console.is_terminal else 120
-        console.print(summary.table())
+        else:
+            print(summary, file=sys.stderr)
 
 
 def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
+    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     # A scheduler or a scaler has no hooks, and its steps would go unseen.
-    if not isinstance(optimizer, Iterable) or not all(isinstance(one, torch.optim.Optimizer) for one in optimizer):
+    if not isinstance(found, Iterable) or not all(isinstance(one, torch.optim.Optimizer) for one in found):
         raise TypeError(f"optimizer is {optimizer!r}, expected a torch.optim.Optimizer, a sequence of them, or None")
-    return list(optimizer)
+    # Accelerate's optimizers hold the one whose hooks run, and skip its step inside of an accumulation.
+    return [getattr(one, "optimizer", one) for one in found]
 
 
 def _is_number(value: object) -> bool:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
+
+import torch.distributed as dist
+
+from ..ddp.control_block import ControlBlock, connection_to_store, host_name
 
 WINDOW = 32  # steps that are compared
 _LEAST_EXCESS = 0.03
 _SIGMAS = 6.0
+_PERIOD_S = 1.0
+_PREFIX = "drivetrain/monitor/"
 _OWN = ("data", "copy", "forward", "backward", "recomputation", "optimizer", "checkpoint", "host")
 
 
@@ -94,3 +102,53 @@ def _standard_error(values: Sequence[float], center: float) -> float:
     """Returns the standard error of the median, from the median absolute deviation: outliers do not widen it."""
     deviation = statistics.median(abs(value - center) for value in values)
     return 1.4826 * 1.2533 * deviation / math.sqrt(len(values))
+
+
+class Exchange:
+    """Publishes this rank's steps; on rank 0, compares the ranks' steps.
+
+    No call waits longer than `_PERIOD_S`. After the store has failed, as at the end of a job, nothing is exchanged.
+
+    Args:
+        group: The process group.
+
+    Attributes:
+        has_compared: True on rank 0 once all ranks have published enough steps.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.has_compared = False
+        rank = dist.get_rank(group)
+        self._ranks = [dist.get_global_rank(group, other) for other in range(dist.get_world_size(group))]
+        # Only its questions with a time limit are used here, none of its keys.
+        self._store = ControlBlock(connection_to_store(group), _PREFIX, self._ranks, rank, host_name(), _PERIOD_S)
+        self._keys, self._rank = [f"{_PREFIX}{other}" for other in range(len(self._ranks))], rank
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._is_new = self._have_all_come = False
+
+    def add(self, phases: Mapping[str, float]) -> None:
+        """Notes a step of this rank: seconds by phase."""
+        self._steps.append(phases)
+        self._is_new = True
+
+    def compare(self) -> Straggler | None:
+        """Publishes the noted steps, if there are new ones, and returns on rank 0 the straggler, by its global rank."""
+        profile = profile_of(list(self._steps)) if self._is_new else None
+        self._is_new = False
+        if profile is None:
+            return None
+        mine = json.dumps(profile)
+        found = self._store.ask(lambda store: self._ask(store, mine))
+        if not found:
+            return None
+        self.has_compared = True
+        return find_straggler(dict(zip(self._ranks, map(json.loads, found), strict=True)))
+
+    def _ask(self, store: Any, mine: str) -> list[bytes]:
+        """Publishes this rank's profile, and returns on rank 0 all ranks' once they are there."""
+        store.set(self._keys[self._rank], mine)
+        if self._rank != 0:
+            return []
+        # The store would wait for a key that does not exist.
+        self._have_all_come = self._have_all_come or store.check(self._keys)
+        return list(store.multi_get(self._keys)) if self._have_all_come else []

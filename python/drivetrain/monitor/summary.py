@@ -9,15 +9,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..notebook import html_table
+from ..notebook import html_table, text_table
 from ..phases import LABELS
 from .events import VERSION
 from .stream import Event
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _WARM_UP = 3  # steps that do not count, if there are more: memory is first touched, buckets and workers start
 _STEPS_KEPT = 10_000
@@ -127,20 +123,6 @@ class Summary:
                 rows.append((label, per_step, f"{share:.1%}", "█" * round(_BAR * share)))
         return rows
 
-    def table(self) -> Table:
-        """Returns the table for a terminal."""
-        from rich.table import Table
-        from rich.text import Text
-
-        # Text: brackets in names are no markup.
-        notes = Text("\n".join(self.notes)) if self.notes else None
-        table = Table(title=Text(self.heading()), title_justify="left", caption=notes, caption_justify="left")
-        for column in ("phase", "ms per step", "share", ""):
-            table.add_column(column, justify="left" if column in ("phase", "") else "right")
-        for row in self.rows():
-            table.add_row(*row)
-        return table
-
     def __str__(self) -> str:
         lines = [self.heading()]
         lines += [f"  {label:<24}{ms:>10} ms {share:>7}  {bar}" for label, ms, share, bar in self.rows()]
@@ -216,19 +198,13 @@ def names_of(files: Sequence[str | os.PathLike[str]]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(Path(file).with_suffix("")) for file in files]
 
 
-def compare(summaries: Sequence[Summary]) -> Table:
+def compare(summaries: Sequence[Summary]) -> str:
     """Returns a table of milliseconds per step by phase, one column per run, and the ratio of the last to the first."""
-    from rich.table import Table
-
-    table = Table(title="ms per step", title_justify="left")
-    table.add_column("phase")
-    for summary in summaries:
-        table.add_column(summary.name, justify="right")
-    table.add_column("last / first", justify="right")
+    rows: list[tuple[str, ...]] = []
 
     def add(label: str, values: list[float], unit: str = "{:.2f}") -> None:
         ratio = f"{values[-1] / values[0]:.2f}" if values[0] else ""
-        table.add_row(label, *(unit.format(value) for value in values), ratio)
+        rows.append((label, *(unit.format(value) for value in values), ratio))
 
     for phase, label in LABELS.items():
         if any(summary.phase_s[phase] for summary in summaries):
@@ -236,4 +212,4 @@ def compare(summaries: Sequence[Summary]) -> Table:
     add("step", [1e3 * one.wall_s / max(one.num_steps, 1) for one in summaries])
     if all(one.samples for one in summaries):
         add("samples/s", [one.samples_per_s for one in summaries], "{:,.0f}")
-    return table
+    return text_table(("ms per step", *(one.name for one in summaries), "last / first"), rows)

@@ -1,4 +1,4 @@
-"""Measures the use of the host and of the GPU, where psutil and NVML are installed."""
+"""Measures the use of the host and of the GPU, where psutil and pynvml are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 class System:
     """Samples CPU, memory and network of this process's host, and the GPU of this process.
 
-    Without psutil and without NVML the values of these are left out.
+    Without psutil and without pynvml the values of these are left out.
 
     Args:
         device: The device that trains.
@@ -24,8 +24,6 @@ class System:
         self._device = device
         self._process: Any = None
         self._psutil: Any = None
-        self._nvml: Any = None
-        self._gpu: Any = None
         self._sent = (0, 0, time.monotonic())
         if importlib.util.find_spec("psutil") is not None:
             self._psutil = importlib.import_module("psutil")
@@ -33,13 +31,6 @@ class System:
             self._process.cpu_percent()  # the first call only marks the time
             self._psutil.cpu_percent()
             self._sent = self._network()
-        if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
-            pynvml: Any = importlib.import_module("pynvml")
-            with contextlib.suppress(pynvml.NVMLError):  # a driver without NVML, as in some containers
-                pynvml.nvmlInit()
-                identity = torch.cuda.get_device_properties(device).uuid
-                self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{identity}".encode())
-                self._nvml = pynvml
 
     def sample(self) -> dict[str, float]:
         """Returns the values now, or since the last call: percent, bytes, bytes per second, watts."""
@@ -56,13 +47,11 @@ class System:
                 "network_sent_bytes_per_s": (now[0] - before[0]) / seconds,
                 "network_received_bytes_per_s": (now[1] - before[1]) / seconds,
             }
-        if self._nvml is not None:
-            with contextlib.suppress(self._nvml.NVMLError):  # a value that this GPU does not report
-                rates = self._nvml.nvmlDeviceGetUtilizationRates(self._gpu)
-                values["gpu_busy_percent"] = rates.gpu
-                values["gpu_power_watts"] = self._nvml.nvmlDeviceGetPowerUsage(self._gpu) / 1e3
         if self._device.type == "cuda":
             values["gpu_peak_memory_bytes"] = torch.cuda.max_memory_allocated(self._device)
+            with contextlib.suppress(Exception):  # pynvml is missing, or a driver's NVML, or the GPU reports no value
+                values["gpu_busy_percent"] = torch.cuda.utilization(self._device)
+                values["gpu_power_watts"] = torch.cuda.power_draw(self._device) / 1e3
         return values
 
     def _network(self) -> tuple[int, int, float]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
-from torch import nn
 
 from .. import _C
 from ..phases import number_of
-from .hooks import Batches, replace_iterations
+from .hooks import replace_iterations
 from .monitor import Monitor
 from .summary import Summary
 
@@ -20,62 +18,43 @@ _OWN = ("model", "optimizer", "loader")
 
 
 class TrainerMonitor(Monitor):
-    """Follows a loop whose code belongs to a framework.
+    """Follows a loop whose code belongs to a framework or a script.
 
-    It ends at the end of the process if the framework does not end it, so that sinks get what they have not written.
-
-    Args:
-        model: The module whose calls are the forward passes.
-        optimizers: The optimizers, wrapped by Accelerate or not.
-        loader: The loader of the training, for advice.
-        options: Other arguments of `Monitor`.
+    It ends at the end of the process if nothing else ends it, so that sinks get what they have not written.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        optimizers: Sequence[torch.optim.Optimizer],
-        loader: Iterable[Any] | None,
-        **options: Any,
-    ) -> None:
-        # Accelerate's optimizers hold the one whose hooks run, and skip its step inside of an accumulation.
-        own = [getattr(one, "optimizer", one) for one in optimizers]
-        super().__init__(model, own, getattr(loader, "base_dataloader", loader), **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._restores: list[Callable[[], None]] = []
-        self._is_running = False
+        self._process = 0  # in which it runs; 0: it does not
+        self._error: BaseException | None = None
 
     def start(self) -> None:
         """Begins to monitor."""
         self.__enter__()
-        self._is_running = True
+        self._process = os.getpid()
         atexit.register(self.finish)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Ends the last step and the monitor. Later calls do nothing.
+    def fail(self, error: BaseException) -> None:
+        """Notes what ended the training early. An exit with code 0 or without one is no failure."""
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self._error = error
 
-        Args:
-            error: The exception that has ended the training early.
-        """
+    def finish(self) -> None:
+        """Undoes all that was replaced, and ends the last step and the monitor. Later calls do nothing."""
+        if self._process != os.getpid():  # forked children inherit the call
+            return
+        self._process = 0
         atexit.unregister(self.finish)
-        self.restore()
-        if self._is_running:
-            self._is_running = False
-            self.pause()
-            self.__exit__(type(error) if error is not None else None, error, None)
-
-    def restore(self) -> None:
-        """Undoes all that was replaced."""
         for restore in self._restores:
             restore()
-        self._restores.clear()
+        if self._num_batches:
+            self._end_batches()
+        self.__exit__(type(self._error) if self._error is not None else None, self._error, None)
 
     def mark(self, loader: Iterable[Any]) -> None:
         """Marks the waits of all later iterations over the loader, until the end."""
-
-        def marked(batches: Iterable[Any]) -> Batches:
-            return self._batches(batches, loader)
-
-        self._restores.append(replace_iterations(loader, marked))
+        self.call_at_end(replace_iterations(loader, lambda make_iterator: self._batches(loader, make_iterator)))
 
     def call_at_end(self, restore: Callable[[], None]) -> None:
         """Calls a function when the monitor ends, which undoes what a callback has replaced."""
@@ -116,7 +95,11 @@ class TrainerMonitorCallback:
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        refuse_own(options, type(self).__name__)
+        for name in _OWN:
+            if name in options:
+                raise TypeError(
+                    f"{name} is an argument of {type(self).__name__}, which takes it from the framework: omit it"
+                )
         self._options = options
         self.monitor: TrainerMonitor | None = None  # of the last training
 
@@ -129,15 +112,3 @@ class TrainerMonitorCallback:
         if self.monitor is None:
             raise RuntimeError(f"this {type(self).__name__} has seen no training: pass it to a Trainer and train")
         return self.monitor.summary()
-
-
-def refuse_own(options: dict[str, Any], what: str) -> None:
-    """Raises TypeError if `options` has an argument of `Monitor` that the framework gives.
-
-    Args:
-        options: Arguments for `Monitor`.
-        what: The class that got them, for the message.
-    """
-    for name in _OWN:
-        if name in options:
-            raise TypeError(f"{name} is an argument of {what}, which takes it from the framework: omit it")

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ..monitor.summary import read_events, summarize
+from ..notebook import text_table
 from .result import Plan
 
 
@@ -75,8 +76,6 @@ def compare(plan: Plan, path: str | os.PathLike[str]) -> list[Difference]:
 
 def table(differences: list[Difference]) -> str:
     """Returns the differences as a plain table."""
-    from .questions import text_table
-
     rows = [
         (each.what, f"{each.predicted:,.2f} {each.unit}", f"{each.measured:,.2f} {each.unit}", f"{each.error:+.1%}")
         for each in differences

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,27 +41,7 @@ class Gain:
     fits: bool
 
 
-def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Returns the largest number from 1 to `limit` that fits, by doubling and bisection; 0 if 1 does not.
-
-    Args:
-        fits: Must be true up to some number and false above it.
-        limit: The largest number to try.
-    """
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def largest_by_line(needs: Callable[[int], int], capacity: int, start: int, limit: int) -> int:
+def largest(needs: Callable[[int], int], capacity: int, start: int, limit: int) -> int:
     """Returns the largest number from 1 to `limit` whose need is no more than a capacity; 0 if 1 needs more.
 
     Needs grow about linearly, so it tries numbers on the line through the nearest two, and halves where that fails.
@@ -102,28 +82,6 @@ def devices_that_fit(plan: Plan, devices: str | os.PathLike[str] | None) -> list
     return sorted(found, key=lambda fit: fit.capacity)
 
 
-def smallest_count(plan: Plan, limit: int) -> int | None:
-    """Returns the least number of devices on which the plan fits. Only sharding makes more devices need less."""
-
-    def fits(count: int) -> bool:
-        return plan.but(world_size=count).memory.fits
-
-    if fits(1):
-        return 1
-    if plan.options.shard is None:
-        return None
-    high = 2
-    while high <= limit and not fits(high):
-        high *= 2
-    if high > limit:
-        return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
-
-
 def gains(plan: Plan) -> list[Gain]:
     """Tries each option alone."""
     options = plan.options
@@ -159,15 +117,3 @@ def gains(plan: Plan) -> list[Gain]:
             )
         )
     return sorted(found, key=lambda gain: -gain.saved_bytes)
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table as plain text: the first column to the left, the others to the right."""
-    table = [tuple(header), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    lines = []
-    for row in table:
-        first, *others = row
-        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..notebook import html_table
+from ..notebook import html_table, text_table
 from ..optim.report import lines_about_kept
 from . import questions
 from .calibrate import Calibration, cache_path, calibrate, corrected, fingerprint
 from .cost import Price, Run, price_run
-from .devices import Device
+from .devices import Device, with_figures
 from .formats import kept_32_bits, state_bytes, with_states
 from .memory import MemoryPlan, plan_memory
 from .options import Options, duration, formatted
@@ -50,10 +51,7 @@ class Plan:
     length: int | None
     recomputation: Recomputation | None
     calibration: Calibration | None
-    _as_traced: StepTrace = field(repr=False)
-    _optimizer: str | None = None
-    _retrace: _Retrace | None = None
-    _devices: str | os.PathLike[str] | None = None
+    _asked: dict[str, Any]  # the arguments of `of`
 
     @classmethod
     def of(
@@ -74,10 +72,9 @@ class Plan:
         Raises:
             ValueError: The budget is too small, or the optimizer is unknown.
         """
-        as_traced = trace
-        name = optimizer or next((name for name in trace.optimizers), None)
-        has_formats = options.state_bits is not None or options.master_bits is not None
-        if optimizer is not None or has_formats:
+        asked = {name: value for name, value in locals().items() if name != "cls"}
+        name = optimizer or next(iter(trace.optimizers), None)
+        if optimizer is not None or options.state_bits is not None or options.master_bits is not None:
             if name is None:
                 raise ValueError(
                     "state_bits and master_bits need an optimizer: pass optimizer=, or step one in step_fn"
@@ -86,7 +83,7 @@ class Plan:
             trace = with_states(trace, sizes, name)
         measured: dict[int, float] = {}
         if calibration is not None:
-            device, measured = calibration.device(device), calibration.seconds
+            device, measured = with_figures(device, calibration.figures), calibration.seconds
         recomputation = None
         plain = plan_time(trace, device, options, batch or 0, measured)
         if options.budget is not None:
@@ -95,24 +92,12 @@ class Plan:
         if calibration is not None:
             plain.correction = calibration.correction
         workspaces = cpu_workspaces(trace) if device.kind == "cpu" else {}
-        if calibration is not None:
-            workspaces |= calibration.workspaces
         memory = plan_memory(trace, device, options, workspaces, recomputation)
-        return cls(
-            trace,
-            device,
-            options,
-            memory,
-            plain,
-            batch,
-            length,
-            recomputation,
-            calibration,
-            as_traced,
-            optimizer,
-            retrace,
-            devices,
-        )
+        return cls(trace, device, options, memory, plain, batch, length, recomputation, calibration, asked)
+
+    def _again(self, **changes: Any) -> Plan:
+        """Returns the plan for other arguments of `of`."""
+        return Plan.of(**{**self._asked, **changes})
 
     def but(self, device: Device | None = None, **changes: object) -> Plan:
         """Returns the plan with other options, without another trace.
@@ -121,17 +106,7 @@ class Plan:
             device: Another device of the same kind; None keeps it.
             **changes: Fields of Options.
         """
-        return Plan.of(
-            self._as_traced,
-            device or self.device,
-            self.options.but(**changes),
-            batch=self.batch,
-            length=self.length,
-            optimizer=self._optimizer,
-            calibration=self.calibration,
-            retrace=self._retrace,
-            devices=self._devices,
-        )
+        return self._again(device=device or self._asked["device"], options=self.options.but(**changes))
 
     def calibrated(self, seconds: float = 30.0, cache: Path | None = None) -> Plan:
         """Returns the plan with operations measured on this machine, and with the correction of earlier `refine` calls.
@@ -146,17 +121,7 @@ class Plan:
         cache = cache or cache_path()
         calibration = calibrate(self.trace, self.device, seconds, cache)
         calibration.correction = corrected(cache, fingerprint(self.trace))
-        return Plan.of(
-            self._as_traced,
-            self.device,
-            self.options,
-            batch=self.batch,
-            length=self.length,
-            optimizer=self._optimizer,
-            calibration=calibration,
-            retrace=self._retrace,
-            devices=self._devices,
-        )
+        return self._again(calibration=calibration)
 
     def sized(self, batch: int | None = None, length: int | None = None) -> Plan:
         """Returns the plan of another batch or length, from another trace.
@@ -164,39 +129,39 @@ class Plan:
         Raises:
             ValueError: The plan cannot trace the step again.
         """
-        if self._retrace is None:
+        retrace: _Retrace | None = self._asked["retrace"]
+        if retrace is None:
             raise ValueError("this plan cannot trace its step again, because it was made from a trace")
         batch, length = batch or self.batch, length or self.length
-        return Plan.of(
-            self._retrace(self.device.kind, batch, length),
-            self.device,
-            self.options,
-            batch=batch,
-            length=length,
-            optimizer=self._optimizer,
-            calibration=None,
-            retrace=self._retrace,
-            devices=self._devices,
-        )
+        trace = retrace(self.device.kind, batch, length)
+        return self._again(trace=trace, batch=batch, length=length, calibration=None)
 
     # ---- Questions.
 
     def largest_batch(self, limit: int = 65536) -> int:
         """Returns the largest micro-batch that fits; 0 if one sample does not. step_fn must take `batch`."""
-        return questions.largest(lambda size: self.sized(batch=size).memory.fits, limit)
+        capacity = self.memory.capacity
+        return questions.largest(lambda size: self.sized(batch=size).memory.total, capacity, self.batch or 1, limit)
 
     def largest_length(self, limit: int = 1 << 20, multiple: int = 1) -> int:
         """Returns the longest sequence that fits, in steps of `multiple`; 0 if none does. step_fn takes `length`."""
-        fits = questions.largest(lambda size: self.sized(length=size * multiple).memory.fits, limit // multiple)
-        return fits * multiple
+
+        def needs(count: int) -> int:
+            return self.sized(length=count * multiple).memory.total
+
+        start = max(1, (self.length or 1) // multiple)
+        return multiple * questions.largest(needs, self.memory.capacity, start, limit // multiple)
 
     def smallest_device(self) -> list[questions.Fit]:
         """Returns for every GPU of the table if the step fits, and its time, smallest memory first."""
-        return questions.devices_that_fit(self, self._devices)
+        return questions.devices_that_fit(self, self._asked["devices"])
 
     def smallest_count(self, limit: int = 4096) -> int | None:
         """Returns the smallest number of devices on which the step fits with this sharding; None if none does."""
-        return questions.smallest_count(self, limit)
+        if self.options.shard is None:  # only sharding makes more devices need less
+            return 1 if self.but(world_size=1).memory.fits else None
+        count = 1 + bisect_left(range(1, limit + 1), True, key=lambda number: self.but(world_size=number).memory.fits)
+        return count if count <= limit else None
 
     def what_helps(self) -> list[questions.Gain]:
         """Returns what each of drivetrain's options saves at the peak, and what it costs in time, largest first."""
@@ -358,7 +323,7 @@ class Plan:
 
     def __str__(self) -> str:
         parts = ["\n".join(self._heading())]
-        parts += [questions.text_table(header, rows) for header, rows in self._tables()]
+        parts += [text_table(header, rows) for header, rows in self._tables()]
         if self.trace.changes:
             parts.append("\n".join(["the plan has kept the script from these:", *self.trace.changes]))
         return "\n\n".join(parts)

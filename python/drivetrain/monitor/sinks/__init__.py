@@ -8,17 +8,14 @@ from pathlib import Path
 from ..stream import Sink
 from .jsonl import JSONL
 
-_KINDS = (
-    "jsonl:FILE, tensorboard:FOLDER, prometheus:PORT, prometheus:HOST:PORT, wandb:PROJECT, mlflow:EXPERIMENT, "
-    "opentelemetry:URL"
-)
+_KINDS = "jsonl:FILE, tensorboard:FOLDER, prometheus:PORT, prometheus:HOST:PORT"
 
 
 def make_sinks(to: Sequence[str | Sink], rank: int) -> list[Sink]:
     """Builds the sinks of this rank.
 
     Every rank writes its own JSONL, rank N > 0 to FILE with ".rankN" before its suffix, and serves its own metrics.
-    TensorBoard, W&B and MLflow get rank 0's events alone.
+    TensorBoard gets rank 0's events alone.
 
     Args:
         to: Strings, or `Sink` objects, which every rank uses as they are.
@@ -42,35 +39,21 @@ def _make(to: str | Sink, rank: int) -> Sink | None:
         return to
     if not isinstance(to, str):
         raise TypeError(f"to has a {type(to).__name__}, expected strings such as 'jsonl:run.jsonl', or sinks")
-    kind, colon, target = to.partition(":")
-    if not (colon and target):
-        raise ValueError(f"to has {to!r}, expected one of {_KINDS}")
-    if kind == "jsonl":
+    kind, _, target = to.partition(":")
+    if target and kind == "jsonl":
         path = Path(target)
         return JSONL(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
-    if kind == "prometheus":
+    if target and kind == "prometheus":
         from .prometheus import Prometheus
 
         host, _, port = target.rpartition(":")
         if not port.isdecimal():
             raise ValueError(f"to has {to!r}, expected prometheus:PORT or prometheus:HOST:PORT with a number as port")
         return Prometheus(int(port), host or "127.0.0.1")
-    if kind == "tensorboard":
+    if target and kind == "tensorboard":
         from .tensorboard import TensorBoard
 
         return TensorBoard(target) if rank == 0 else None
-    if kind == "wandb":
-        from .wandb import WandB
-
-        return WandB(target) if rank == 0 else None
-    if kind == "mlflow":
-        from .mlflow import MLflow
-
-        return MLflow(target) if rank == 0 else None
-    if kind == "opentelemetry":
-        from .opentelemetry import OpenTelemetry
-
-        return OpenTelemetry(target)
     raise ValueError(f"to has {to!r}, expected one of {_KINDS}")
 
 

@@ -67,7 +67,7 @@ fake-cuda-defects: ## reintroduce known defects one at a time, and check that th
 faults: $(STAMPS)/built ## run 100 rounds of every fault: ranks that die, stop, skip a step, bring another model (an hour)
 	PYTHONPATH=tests $(PYTHON) -m faults $(ARGS)
 
-doctor-faults: $(STAMPS)/built ## inject 20 faults that the doctor must name, examine 32 simulated hosts, and 50 healthy runs (8 minutes)
+doctor-faults: $(STAMPS)/built ## inject 18 faults that the doctor must name, examine 32 simulated hosts, and 50 healthy runs (8 minutes)
 	PYTHONPATH=tests $(PYTHON) -m doctor_faults $(ARGS)
 
 cluster: $(STAMPS)/test-tools ## train over torchrun, SLURM and Ray on this machine (5 minutes; SLURM needs its Debian packages and root)
@@ -148,7 +148,7 @@ $(STAMPS)/torch: | $(ENV)/bin/python
 	touch $@
 
 $(STAMPS)/build-tools: $(STAMPS)/torch
-	$(PYTHON) -m pip install --quiet $(BUILD_TOOLS) "rich>=13" "shtab>=1.7"
+	$(PYTHON) -m pip install --quiet $(BUILD_TOOLS) "rich>=13"
 	touch $@
 
 # The install is editable: a change of Python needs no build, and a change of csrc/ rebuilds only what depends on it.

@@ -18,7 +18,6 @@ _COMMANDS = {
     "monitor": ("drivetrain.cli.monitor", "show where the time of recorded runs went"),
     "doctor": ("drivetrain.cli.doctor", "check torch, CUDA, NCCL, the build and the process group"),
     "env": ("drivetrain.cli.environment", "print versions and settings for a bug report"),
-    "completion": ("drivetrain.cli.completion", "print a script that completes commands in a shell"),
 }
 _EXAMPLES = """examples:
   torchrun --nproc-per-node 2 -m drivetrain run train.py           replace DistributedDataParallel in a script
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Builds the parser with the arguments of every command. This imports every command's module."""
+    """Builds the parser with the arguments of every command, for tools such as shtab, which completes it in shells."""
     return _parser(_COMMANDS)
 
 

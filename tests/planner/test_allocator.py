@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.planner.allocator import LARGE_BUFFER, SMALL_BUFFER, CachingAllocator, HostAllocator, OutOfMemory
+from drivetrain.planner.allocator import LARGE_BUFFER, SMALL_BUFFER, CachingAllocator, HostAllocator
 from effort import rounds
 
 MIB = 1 << 20
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(1, 64 * MIB))
-# A number frees the block with that index, modulo those in use; a tuple allocates; None releases cached memory.
-ACTIONS = st.lists(st.one_of(st.tuples(SIZES), st.integers(0, 1000), st.none()), max_size=60)
+# A number frees the block with that index, modulo those in use; a tuple allocates.
+ACTIONS = st.lists(st.one_of(st.tuples(SIZES), st.integers(0, 1000)), max_size=60)
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,7 @@ def test_rest_of_up_to_one_mib_stays_in_a_large_block() -> None:
     handle = allocator.malloc(12 * MIB)
     allocator.free(handle)
     allocator.malloc(11 * MIB)
-    assert allocator.allocated == 12 * MIB
-    allocator.release_cached()
-    assert allocator.reserved == 12 * MIB
-
-
-def test_full_device_releases_cached_segments_once_and_then_raises() -> None:
-    allocator = CachingAllocator(capacity=100 * MIB)
-    first = allocator.malloc(60 * MIB)
-    allocator.free(first)
-    allocator.malloc(80 * MIB)
-    assert (allocator.reserved, allocator.num_releases) == (80 * MIB, 1)
-    with pytest.raises(OutOfMemory, match="80"):
-        allocator.malloc(30 * MIB)
+    assert allocator.allocated == allocator.reserved == 12 * MIB
 
 
 def test_expandable_segments_avoid_fragmentation() -> None:
@@ -91,13 +79,11 @@ def test_expandable_segments_avoid_fragmentation() -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 @settings(max_examples=rounds(50, whole=150), deadline=None)
 @given(actions=ACTIONS)
-def test_invariants(expandable: bool, actions: list[tuple[int] | int | None]) -> None:
+def test_invariants(expandable: bool, actions: list[tuple[int] | int]) -> None:
     allocator = CachingAllocator(expandable=expandable)
     live: dict[int, int] = {}
     for action in actions:
-        if action is None:
-            allocator.release_cached()
-        elif isinstance(action, tuple):
+        if isinstance(action, tuple):
             handle = allocator.malloc(action[0])
             assert handle not in live
             live[handle] = action[0]
@@ -108,8 +94,8 @@ def test_invariants(expandable: bool, actions: list[tuple[int] | int | None]) ->
         check(allocator, live)
     for handle in live:
         allocator.free(handle)
-    allocator.release_cached()
-    assert (allocator.reserved, allocator.allocated, allocator.requested) == (0, 0, 0)
+    assert (allocator.allocated, allocator.requested) == (0, 0)
+    check(allocator, {})
 
 
 def check(allocator: CachingAllocator, live: dict[int, int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .allocator import Allocator, CachingAllocator, HostAllocator
+from .allocator import CachingAllocator, HostAllocator
 from .devices import Device
 from .options import Options
 from .recompute import Recomputation
@@ -86,7 +86,7 @@ def plan_memory(
         recomputation: The recomputation of a budget of activations.
     """
     is_cuda = device.kind == "cuda"
-    allocator: Allocator = CachingAllocator(expandable=options.expandable) if is_cuda else HostAllocator()
+    allocator = CachingAllocator(expandable=options.expandable) if is_cuda else HostAllocator()
     replay = _EventReplay(trace, allocator, options, workspaces or {}, recomputation)
     if is_cuda and device.workspace_bytes:
         replay.take("workspaces", device.workspace_bytes)
@@ -104,7 +104,7 @@ class _EventReplay:
     def __init__(
         self,
         trace: StepTrace,
-        allocator: Allocator,
+        allocator: CachingAllocator | HostAllocator,
         options: Options,
         workspaces: Mapping[int, int],
         recomputation: Recomputation | None,

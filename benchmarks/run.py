@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
             one.add_argument("--directory", type=Path, help=what)
             one.add_argument("--gib", type=float, default=1.0, help="size of the model (default: 1)")
         if topic == "scaling":
-            one.add_argument("--cluster", default="h100-ib", help="a cluster of planner/clusters.toml")
+            one.add_argument("--cluster", default="h100-ib", help="a cluster of suite/clusters.toml")
             one.add_argument("--tokens", type=int, default=8192, help="tokens of a rank in a step")
             what = "measured all-reduces to fit (default: results/clusters/published_nccl.json)"
             one.add_argument("--fit", type=Path, metavar="FILE", help=what)

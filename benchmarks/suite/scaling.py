@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from drivetrain import _C
-from drivetrain.planner.devices import Link
-from drivetrain.planner.network import Cluster, all_reduce_seconds, cluster_of, ring_seconds
+from drivetrain.planner.devices import Link, read_toml
+from drivetrain.planner.timing import all_reduce_seconds
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GATE = 0.10  # relative error of a size that the fit has not seen
@@ -23,6 +23,39 @@ PUBLISHED = Path(__file__).parents[1] / "results" / "clusters" / "published_nccl
 _TORCH_CAPS = [1 << 20, 25 << 20]  # torch's first bucket and the others
 _PROBES = [1 << power for power in range(6, 34)]  # bytes at which the planner learns the model's costs
 _RATE = 396e12  # FLOP/s: 40 % of an H100's 989e12 in bfloat16
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster on which gradients are all-reduced; `all_reduce_seconds` explains its figures."""
+
+    name: str
+    per_host: int
+    link: Link
+    network: Link
+    call_s: float = 0.0
+
+    def seconds(self, num_bytes: float, ranks: int) -> float:
+        """Returns the time of an all-reduce between a number of ranks."""
+        return all_reduce_seconds(num_bytes, ranks, self.per_host, self.link, self.network, self.call_s)
+
+
+def cluster_of(key: str) -> Cluster:
+    """Returns a cluster of `clusters.toml`.
+
+    Raises:
+        ValueError: The table has no such cluster.
+    """
+    table = read_toml(Path(__file__).with_name("clusters.toml"))
+    if key not in table:
+        raise ValueError(f"cluster is {key!r}, expected one of {', '.join(table)}")
+    entry = table[key]
+    return Cluster(**{**entry, "link": Link(**entry["link"]), "network": Link(**entry["network"])})
+
+
+def ring_seconds(num_bytes: float, ranks: int, link: Link) -> float:
+    """Returns the time of a ring over equal links: 2 (n - 1) hops, each with its latency and an n-th of the bytes."""
+    return 2 * (ranks - 1) * (link.latency + num_bytes / ranks / link.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -64,7 +97,7 @@ def scale_of(sizes: Sequence[int], ready: Sequence[float], cluster: Cluster, ran
     """
 
     def seconds(num_bytes: int) -> float:
-        return all_reduce_seconds(num_bytes, ranks, cluster)
+        return cluster.seconds(num_bytes, ranks)
 
     native = [(size, 4, 0) for size in sizes]
     order = sorted(range(len(sizes)), key=lambda index: (ready[index], -index))

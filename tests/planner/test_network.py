@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.planner.devices import Link
-from drivetrain.planner.network import Cluster, all_reduce_seconds, cluster_of, ring_seconds
 from suite import scaling
+from suite.scaling import Cluster, cluster_of, ring_seconds
 
 SIMPLE = Cluster("simple", 8, Link(100e9, 1e-6), Link(10e9, 5e-6), 3e-6)
 
@@ -20,23 +20,23 @@ sizes = st.integers(0, 1 << 36)
 def test_rings_and_trees_follow_their_closed_forms() -> None:
     size = 1e9
     hops = (62 - 8) * 1e-6 + 8 * 5e-6  # four hosts
-    assert all_reduce_seconds(size, 32, SIMPLE) == pytest.approx(3e-6 + hops + 2 * 31 / 32 * size / 80e9)
-    assert all_reduce_seconds(size, 8, SIMPLE) == pytest.approx(3e-6 + 14e-6 + 2 * 7 / 8 * size / 100e9)
+    assert SIMPLE.seconds(size, 32) == pytest.approx(3e-6 + hops + 2 * 31 / 32 * size / 80e9)
+    assert SIMPLE.seconds(size, 8) == pytest.approx(3e-6 + 14e-6 + 2 * 7 / 8 * size / 100e9)
     hops = 2 * (7 * 1e-6 + 7 * 5e-6)  # 128 hosts are 7 levels
-    assert all_reduce_seconds(1e6, 1024, SIMPLE) == pytest.approx(3e-6 + hops + 2 * 1e6 / (0.92 * 80e9))
+    assert SIMPLE.seconds(1e6, 1024) == pytest.approx(3e-6 + hops + 2 * 1e6 / (0.92 * 80e9))
 
 
 @settings(deadline=None)
 @given(clusters, sizes, st.integers(1, 512))
 def test_time_never_falls_with_more_hosts_or_bytes(cluster: Cluster, size: int, hosts: int) -> None:
     ranks = hosts * cluster.per_host
-    here = all_reduce_seconds(size, ranks, cluster)
-    assert here <= all_reduce_seconds(size, ranks + cluster.per_host, cluster) * (1 + 1e-12)
-    assert here <= all_reduce_seconds(size + 4096, ranks, cluster) * (1 + 1e-12)
+    here = cluster.seconds(size, ranks)
+    assert here <= cluster.seconds(size, ranks + cluster.per_host) * (1 + 1e-12)
+    assert here <= cluster.seconds(size + 4096, ranks) * (1 + 1e-12)
 
 
 def test_one_rank_communicates_nothing() -> None:
-    assert all_reduce_seconds(1 << 30, 1, SIMPLE) == ring_seconds(1 << 30, 1, SIMPLE.link) == 0
+    assert SIMPLE.seconds(1 << 30, 1) == ring_seconds(1 << 30, 1, SIMPLE.link) == 0
 
 
 @settings(deadline=None)
@@ -82,9 +82,6 @@ def test_scaling_is_monotone_and_planned_buckets_are_no_worse_than_torchs() -> N
     ("call", "message"),
     [
         (lambda: cluster_of("moon"), "cluster is 'moon', expected one of h100-ib"),
-        (lambda: all_reduce_seconds(1, 0, SIMPLE), "ranks is 0"),
-        (lambda: all_reduce_seconds(-1, 2, SIMPLE), "num_bytes -1"),
-        (lambda: Cluster("none", 0, SIMPLE.link, SIMPLE.network), "per_host is 0"),
         (lambda: scaling.fit([]), "points has 0 measurements, expected at least 3"),
     ],
 )

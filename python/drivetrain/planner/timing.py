@@ -1,14 +1,16 @@
-"""Predicts the time of a step: operations by a roofline, communication by latency and bandwidth of each level."""
+"""Predicts the time of a step: operations by a roofline, communication by rings and trees over the network."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .devices import Device
-from .network import ring_seconds
+from .devices import Device, Link
 from .options import Options
 from .trace import OP, OpCall, StepTrace
+
+_TREE_SHARE = 0.92  # of a ring's bandwidth, which NCCL's own tuning assumes for trees (src/graph/tuning.cc)
 
 
 @dataclass
@@ -127,11 +129,31 @@ def op_seconds(op: OpCall, device: Device, measured: Mapping[int, float]) -> flo
     return roofline + device.launch_s + device.call_s if device.kind == "cpu" else roofline
 
 
-def all_reduce_seconds(num_bytes: float, options: Options, device: Device) -> float:
-    """Returns the time of an all-reduce: rings within hosts, and rings between hosts over each host's part."""
-    within = min(options.world_size, options.per_host)
-    between = options.num_hosts
-    return ring_seconds(num_bytes, within, device.link) + ring_seconds(num_bytes / within, between, device.network)
+def all_reduce_seconds(
+    num_bytes: float, ranks: int, per_host: int, link: Link, network: Link, call_s: float = 0.0
+) -> float:
+    """Returns the time of an all-reduce by the faster of a ring and a tree, as NCCL chooses.
+
+    Args:
+        num_bytes: Bytes of the reduced buffer.
+        ranks: Number of ranks. Hosts are filled one after the other.
+        per_host: Ranks of a host.
+        link: The link between ranks of a host.
+        network: The link between hosts, of one rank.
+        call_s: Seconds of a collective in addition to its hops, such as a launch.
+    """
+    if ranks == 1:
+        return 0.0
+    local, hosts = min(ranks, per_host), math.ceil(ranks / per_host)
+    bandwidth = link.bandwidth if local > 1 else math.inf
+    if hosts > 1:  # the ring or tree leaves a host by the networks of all its ranks
+        bandwidth = min(bandwidth, local * network.bandwidth)
+    between = 2 * hosts if hosts > 1 else 0
+    hops = max(0, 2 * (local * hosts - 1) - between) * link.latency + between * network.latency
+    ring = hops + 2 * (local * hosts - 1) / (local * hosts) * num_bytes / bandwidth
+    # A chain within each host, and two complementary binary trees between hosts, up and down.
+    hops = 2 * ((local - 1) * link.latency + math.ceil(math.log2(hosts)) * network.latency)
+    return call_s + min(ring, hops + 2 * num_bytes / (_TREE_SHARE * bandwidth))
 
 
 def _communicate(
@@ -144,6 +166,10 @@ def _communicate(
     """
     if options.world_size == 1:
         return 0.0, 0.0
+
+    def seconds_of(num_bytes: float) -> float:
+        return all_reduce_seconds(num_bytes, options.world_size, options.per_host, device.link, device.network)
+
     clock, filled = 0.0, 0
     ready: list[tuple[float, int]] = []
     seen: set[int] = set()
@@ -163,13 +189,13 @@ def _communicate(
     scale = backward_s / clock if clock else 1.0
     end = total = 0.0
     for at, num_bytes in ready:
-        took = all_reduce_seconds(num_bytes, options, device)
+        took = seconds_of(num_bytes)
         if options.shard is not None:
             took /= 2  # gradients are only scattered; parameters are gathered after the optimizer step
         end = max(end, at * scale) + took
         total += took
     exposed = max(0.0, end - backward_s)
     if options.shard is not None:
-        gather = all_reduce_seconds(trace.parameter_bytes, options, device) / 2
+        gather = seconds_of(trace.parameter_bytes) / 2
         total, exposed = total + gather, exposed + gather
     return total, exposed

@@ -1,4 +1,4 @@
-"""Measures the operations of a traced step on this machine's CPU: their time, and the memory that kernels take."""
+"""Measures the operations of a traced step on this machine's CPU, and keeps their times."""
 
 from __future__ import annotations
 
@@ -20,41 +20,28 @@ import torch
 from torch import nn
 
 from ..memory import host_memory
-from .devices import Device, with_figures
-from .replay import CALL_ERRORS, UNSAFE, replay_bytes, replayed_seconds
-from .timing import op_seconds
-from .trace import FREE, OP, Signature, StepTrace, TensorSpec
+from .devices import Device
+from .replay import replay_bytes, replayed_seconds
+from .trace import FREE, OP, StepTrace
 from .tracer import trace_steps
-from .workspaces import arguments_for, workspace
 
-_COLD_BYTES = 64 << 20  # arguments take turns over so many bytes, so that caches do not hold them
-_MAX_COPIES = 16
-_LEAST_RUNS = 3
-_MOST_RUNS = 25
 _REPLAY_SHARE = 0.8  # of the free memory, which a replay of the step may take
 _FIGURE_S = 1.0  # for one figure of the device: some processors multiply bfloat16 a hundred times slower than float32
-_RUN_S = 0.02  # time for one operation, unless its least number of runs takes longer
 
 
 @dataclass
 class Calibration:
-    """The measurements of a trace's operations, by signature.
+    """The measurements of a trace's operations.
 
     Attributes:
-        seconds: Time of a call.
-        workspaces: The most bytes that a call holds at a time, results included; 0: no more than these.
+        seconds: Time of a call, by signature.
         figures: Measured figures of the device: "peak", "memory_bandwidth", "launch_s" and "call_s".
         correction: The ratio of measured to predicted times of the model's steps.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
-    workspaces: dict[int, int] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     correction: float = 1.0
-
-    def device(self, device: Device) -> Device:
-        """Returns the device with the measured figures."""
-        return with_figures(device, self.figures) if self.figures else device
 
 
 def cache_path() -> Path:
@@ -66,16 +53,14 @@ def cache_path() -> Path:
 
 
 def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Path | None = None) -> Calibration:
-    """Measures the operations of a trace alone, the most expensive first, and then in the order of the step.
+    """Measures the operations of a trace in the order of the step.
 
-    The times measured in the order of the step count, unless the step does not fit this machine's free memory or the
-    time limit.
+    If the step does not fit the free memory or the time, the measured figures of the machine predict its operations.
 
     Args:
         trace: The steps.
         device: The table's device of kind "cpu".
-        seconds: The most time that this takes, besides some seconds for the first plan of a machine. Operations that
-            are not reached keep their predicted time.
+        seconds: The most time that this takes, besides some seconds for the first plan of a machine.
         cache: A file that keeps measurements for later plans; None: nothing is kept.
 
     Raises:
@@ -87,39 +72,23 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
     kept = _read(cache)
     if "figures" not in kept:
         kept["figures"] = _figures()
-    deadline = time.monotonic() + seconds
-    found = Calibration(figures=kept["figures"])
-    measured: dict[str, list[float]] = kept.setdefault("ops", {})
-    predicted: dict[int, float] = {}
-    for op in trace.last_step():
-        if op.signature >= 0:
-            seconds_of_op = op_seconds(op, found.device(device), {})
-            predicted[op.signature] = predicted.get(op.signature, 0.0) + seconds_of_op
-    keys = {signature: _key(trace.signatures[signature]) for signature in predicted}
-    half = deadline - seconds / 2  # the rest is for the step as a whole
-    for signature in sorted(predicted, key=lambda index: -predicted[index]):
-        if keys[signature] not in measured and time.monotonic() <= half:
-            measured[keys[signature]] = list(_measure(trace.signatures[signature]) or ())
     in_steps: dict[str, dict[str, float]] = kept.setdefault("steps", {})
-    step = _step_key(trace, keys)
-    fits = replay_bytes(trace) <= _REPLAY_SHARE * host_memory().usable
-    is_short = sum(predicted.values()) <= deadline - time.monotonic()
-    if step not in in_steps and fits and is_short and (in_place := replayed_seconds(trace, deadline)):
-        in_steps[step] = {keys[signature]: of_call for signature, of_call in in_place.items()}
-    for signature in predicted:
-        if of_op := measured.get(keys[signature]):
-            found.seconds[signature], found.workspaces[signature] = of_op[0], int(of_op[1])
-        if keys[signature] in in_steps.get(step, {}):
-            found.seconds[signature] = in_steps[step][keys[signature]]
+    order = [_key(trace, op.signature) for op in trace.last_step() if op.signature >= 0]
+    step = hashlib.sha256("".join(order).encode()).hexdigest()[:24]
+    if step not in in_steps and replay_bytes(trace) <= _REPLAY_SHARE * host_memory().usable:
+        in_place = replayed_seconds(trace, time.monotonic() + seconds)
+        if in_place:
+            in_steps[step] = {_key(trace, signature): of_call for signature, of_call in in_place.items()}
     if cache is not None:
         _write(cache, kept)
-    return found
+    measured = in_steps.get(step, {})
+    found = {signature: measured.get(_key(trace, signature)) for signature in range(len(trace.signatures))}
+    return Calibration({signature: of_call for signature, of_call in found.items() if of_call}, kept["figures"])
 
 
-def _step_key(trace: StepTrace, keys: dict[int, str]) -> str:
-    """Returns a key for the operations of the last step and their order."""
-    order = [keys[op.signature] for op in trace.last_step() if op.signature >= 0]
-    return hashlib.sha256("".join(order).encode()).hexdigest()[:24]
+def _key(trace: StepTrace, signature: int) -> str:
+    op, arguments, _ = trace.signatures[signature]
+    return hashlib.sha256(f"{op}{arguments}".encode()).hexdigest()[:24]
 
 
 def _read(cache: Path | None) -> dict[str, Any]:
@@ -138,37 +107,6 @@ def _write(cache: Path, kept: dict[str, Any]) -> None:
     draft = cache.with_suffix(f".{os.getpid()}.tmp")
     draft.write_text(json.dumps(kept))
     draft.replace(cache)
-
-
-def _key(signature: Signature) -> str:
-    return hashlib.sha256(f"{signature.op}{signature.arguments}".encode()).hexdigest()[:24]
-
-
-def _measure(signature: Signature) -> tuple[float, int] | None:
-    """Returns the median seconds and the workspace of a call; None if it cannot run on made-up values."""
-    if signature.op._schema.name in UNSAFE:
-        return None
-    specs = [argument for argument in signature.arguments if isinstance(argument, TensorSpec)]
-    num_bytes = sum(
-        spec.dtype.itemsize
-        * math.prod(size if stride else 1 for size, stride in zip(spec.shape, spec.stride, strict=True))
-        for spec in specs
-    )
-    copies = max(1, min(_MAX_COPIES, _COLD_BYTES // max(1, num_bytes)))
-    try:
-        with torch.no_grad():
-            calls = [arguments_for(signature) for _ in range(copies)]
-            held = workspace(signature, calls[0])
-            times: list[float] = []
-            begin = time.perf_counter()
-            while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() - begin < _RUN_S):
-                args, kwargs = calls[len(times) % copies]
-                start = time.perf_counter()
-                signature.op(*args, **kwargs)
-                times.append(time.perf_counter() - start)
-    except CALL_ERRORS:
-        return None  # the roofline counts instead
-    return statistics.median(times), held
 
 
 def _figures() -> dict[str, Any]:

@@ -23,7 +23,6 @@ CALL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedEr
 # oneDNN reads whatever the forward pass has left in a workspace, whose size and layout a trace does not know.
 UNSAFE = ("aten::mkldnn_rnn_layer_backward",)
 _WARM_UP = 2  # rounds: the first one fills memory, as a first step does
-_LEAST_ROUNDS = 3
 _MOST_ROUNDS = 30
 _LOW, _HIGH = 0.1, 1.0  # of made-up values
 # Blocks that outlive steps. A trace frees them as well, after its last step.
@@ -46,8 +45,8 @@ def replayed_seconds(
         clock: Returns the seconds that count.
 
     Returns:
-        The seconds by signature, without those that cannot run on made-up values. They are empty if less than three
-        rounds are done at the deadline.
+        The seconds by signature, without those that cannot run on made-up values. They are empty if no round is done at
+        the deadline. The first rounds count where there are no others.
     """
     replay = _Replay(trace, clock)
     rounds: list[list[float]] = []
@@ -56,13 +55,15 @@ def replayed_seconds(
             times = replay.round(deadline)
             if times is None:
                 break
-            if number >= _WARM_UP:
-                rounds.append(times)
-    if len(rounds) < _LEAST_ROUNDS:
+            if number <= _WARM_UP:
+                rounds.clear()
+            rounds.append(times)
+    if not rounds:
         return {}
     medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
     whole = sum(medians)
-    scale = statistics.quantiles(map(sum, rounds), n=4)[0] / whole if whole else 1.0
+    quartile = statistics.quantiles(map(sum, rounds), n=4)[0] if len(rounds) > 1 else whole
+    scale = quartile / whole if whole else 1.0
     calls: dict[int, list[float]] = {}
     for op, seconds in zip(trace.last_step(), medians, strict=True):
         if op.signature >= 0 and op.signature not in replay.failed:

@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from .loaders import iterator_of, loaded_ahead, taking_batch
+from .loaders import BatchSize, load_in_process, loaded_ahead
 from .period import Period
 from .recorder import plausible
 from .tracer import Tracer
@@ -47,16 +48,6 @@ _LAUNCHER = {
 }
 
 
-class BatchSize:
-    """Holds the batch size of all DataLoaders; None keeps the script's. `is_taken` tells whether one has taken it."""
-
-    def __init__(self, size: int | None) -> None:
-        self.size, self.is_taken = size, False
-
-    def take(self) -> None:
-        self.is_taken = True
-
-
 @contextlib.contextmanager
 def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize, world_size: int) -> Iterator[None]:
     """Replaces devices, ranks, workers and the batch size of a script, and restores them.
@@ -80,8 +71,8 @@ def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize
         for name in (*_CUDA_CALLS, "reset_peak_memory_stats"):
             put(torch.cuda, name, _answering(None))
         put(torch.amp.autocast_mode.autocast, "__init__", _autocast_init(torch.amp.autocast_mode.autocast.__init__))
-        put(DataLoader, "__init__", taking_batch(DataLoader.__init__, batch.size, batch.take))
-        put(DataLoader, "_get_iterator", iterator_of(period))
+        put(DataLoader, "__iter__", lambda loader: loader._get_iterator())  # without persistent workers
+        load_in_process(put, DataLoader, _SingleProcessDataLoaderIter, period, batch)
         put(torch.optim.Optimizer, "__init__", _optimizer_init(torch.optim.Optimizer.__init__, period))
         put(nn.Module, "_apply", _apply)
         for name in ("from_numpy", "frombuffer", "as_tensor", "asarray", "from_dlpack"):

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from ..main_script import load_script
 from . import machines, writers
-from .loaders import TORCHDATA, stand_in_for_torchdata, taking_batch
+from .loaders import TORCHDATA, BatchSize, load_in_process, taking_batch
 from .options import formatted
 from .period import Enough, Period
 from .shadow import Shadow
@@ -172,15 +172,19 @@ def _traced(
 ) -> StepTrace:
     tracer = Tracer(torch.device("cpu"), device_kind, is_script=True)
     period = Period(tracer.trace)
-    size = machines.BatchSize(batch)
+    size = BatchSize(batch)
     exit_code = None
     main, code = _loaded(path, arguments)
     tracer.begin_step()
     shadow = Shadow(folder)
+
+    def stand_in_for_torchdata(module: Any) -> None:
+        iterators = module._StatefulSingleProcessDataLoaderIter
+        load_in_process(setattr, module.StatefulDataLoader, iterators, period, size)
+
     try:
-        others = {TORCHDATA: stand_in_for_torchdata(period, lambda plain: taking_batch(plain, size.size, size.take))}
         shadow.begin()
-        writers.begin(shadow, others)
+        writers.begin(shadow, {TORCHDATA: stand_in_for_torchdata})
         with machines.stand_ins(tracer, period, device_kind, size, world_size):
             hook = register_optimizer_step_post_hook(lambda optimizer, *_: period.step(optimizer))
             try:
@@ -240,7 +244,7 @@ def _measured(
         raise Enough
 
     def give_batch(loader: Any) -> None:
-        loader.__init__ = taking_batch(loader.__init__, batch, lambda: None)
+        loader.__init__ = taking_batch(loader.__init__, BatchSize(batch))
 
     give_batch(DataLoader)
     others = {TORCHDATA: lambda module: give_batch(module.StatefulDataLoader)}

@@ -24,8 +24,8 @@ class Overlay:
     """Maps each path that a script sees to the place where its contents are.
 
     A path is a file or folder of the overlay if it has been written, and one of the machine otherwise. Files are
-    copied before they are changed in place. Renaming copies nothing, because moved paths refer to their source. All
-    methods take absolute or relative paths, as `os` does, and raise OSError as `os` does.
+    copied before they are changed in place or moved. All methods take absolute or relative paths, as `os` does, and
+    raise OSError as `os` does.
 
     Args:
         folder: An empty folder for what is written.
@@ -34,7 +34,7 @@ class Overlay:
     def __init__(self, folder: str) -> None:
         self.folder = os.path.realpath(folder)
         self.unseen_bytes: dict[str, int] = {}  # by path: bytes of tensors without values in a file
-        self._source: dict[str, str | None] = {}  # by path: where it was moved from; None: it is removed
+        self._removed: set[str] = set()  # paths below which nothing of the machine is seen
         self._gone: dict[str, int] = {}  # files that were written and removed, and their bytes
 
     # ---- Paths.
@@ -89,14 +89,8 @@ class Overlay:
 
     def _lower(self, path: str) -> str | None:
         """Returns where the machine has a path; None if the script has removed it."""
-        head, rest = path, ""
-        while self._source and head != os.sep:
-            if head in self._source:
-                source = self._source[head]
-                return None if source is None else source + rest
-            head, _, last = head.rpartition(os.sep)
-            head, rest = head or os.sep, f"{os.sep}{last}{rest}"
-        return path
+        is_removed = any(path == one or path.startswith(one + os.sep) for one in self._removed)
+        return None if is_removed else path
 
     def _folder_for(self, path: str) -> str:
         """Returns the place of a new file or folder, and makes the folders above it in the overlay."""
@@ -113,7 +107,7 @@ class Overlay:
         """Returns the place to open for a path and flags of `os.open`. A file that is changed in place is copied."""
         path = self.path(name, follows=not flags & os.O_NOFOLLOW, dir_fd=dir_fd)
         place = self._place(path)
-        if not writes(flags) or _is_device(place):
+        if not writes(flags) or is_device(place):
             return place
         if flags & _TEMPORARY:
             os.makedirs(self.folder + path, exist_ok=True)
@@ -130,110 +124,95 @@ class Overlay:
             shutil.copyfile(place, upper)
         return upper
 
-    def truncate(self, name: str, length: int) -> None:
-        os.truncate(self.opened(name, os.O_WRONLY), length)
+    # ---- What takes the place of functions of `os` of the same name.
 
-    def remove(self, name: str, dir_fd: int | None = None) -> None:
-        path = self.path(name, follows=False, dir_fd=dir_fd)
+    def truncate(self, path: str, length: int) -> None:
+        os.truncate(self.opened(path, os.O_WRONLY), length)
+
+    def remove(self, path: str, *, dir_fd: int | None = None) -> None:
+        name, path = path, self.path(path, follows=False, dir_fd=dir_fd)
         place = self._existing(path, name)
         if os.path.isdir(place) and not os.path.islink(place):
             raise _error(errno.EISDIR, name)
         if self.is_inside(place):
             self._gone[path] = os.lstat(place).st_size + self.unseen_bytes.pop(path, 0)
             os.remove(place)
-        self._source[path] = None
+        self._removed.add(path)
 
-    def rename(self, source: str, target: str, *, source_fd: int | None = None, target_fd: int | None = None) -> None:
-        """Moves a file or folder. A file there is replaced, and so is an empty folder."""
-        old, new = (
-            self.path(source, follows=False, dir_fd=source_fd),
-            self.path(target, follows=False, dir_fd=target_fd),
-        )
-        place, there = self._existing(old, source), self._place(new)
+    def rename(self, src: str, dst: str, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        old = self.path(src, follows=False, dir_fd=src_dir_fd)
+        new = self.path(dst, follows=False, dir_fd=dst_dir_fd)
+        place, there = self._existing(old, src), self._place(new)
         if old == new:
             return
         if new.startswith(old + os.sep):
-            raise _error(errno.EINVAL, target)
+            raise _error(errno.EINVAL, dst)
         if os.path.isdir(there) and not os.path.islink(there):
             if not os.path.isdir(place):
-                raise _error(errno.EISDIR, target)
-            if self.names(target):
-                raise _error(errno.ENOTEMPTY, target)
+                raise _error(errno.EISDIR, dst)
+            if self.names(new):
+                raise _error(errno.ENOTEMPTY, dst)
         elif os.path.lexists(there) and os.path.isdir(place) and not os.path.islink(place):
-            raise _error(errno.ENOTDIR, target)
+            raise _error(errno.ENOTDIR, dst)
         upper = self._folder_for(new)
-        if os.path.isdir(upper) and not os.path.islink(upper):
-            os.rmdir(upper)
-        lower = self._lower(old)
-        self._forget(new)
-        for path in [each for each in self._source if each.startswith(old + os.sep)]:
-            self._source[new + path[len(old) :]] = self._source.pop(path)
+        self._copy(old)
+        os.replace(self.folder + old, upper)
+        self.unseen_bytes.pop(new, None)
         for path in [each for each in self.unseen_bytes if each == old or each.startswith(old + os.sep)]:
             self.unseen_bytes[new + path[len(old) :]] = self.unseen_bytes.pop(path)
-        if os.path.lexists(self.folder + old):
-            os.replace(self.folder + old, upper)
-        elif os.path.lexists(upper):
-            os.remove(upper)
-        self._source[new] = lower if lower is not None and os.path.lexists(lower) else None
-        self._source[old] = None
+        self._removed |= {old, new}
 
-    def _forget(self, path: str) -> None:
-        for each in [each for each in self._source if each == path or each.startswith(path + os.sep)]:
-            del self._source[each]
-        self.unseen_bytes.pop(path, None)
+    def _copy(self, path: str) -> str:
+        """Copies what the script sees at a path into the overlay, and returns the place."""
+        upper, place = self._folder_for(path), self._place(path)
+        if os.path.isdir(place) and not os.path.islink(place):
+            os.makedirs(upper, exist_ok=True)
+            for name in self.names(path):
+                self._copy(f"{path}/{name}")
+        elif place != upper:
+            shutil.copyfile(place, upper, follow_symlinks=False)
+        return upper
 
-    def link(self, source: str, target: str) -> None:
-        """Makes a second name of a file."""
-        old, new = self.path(source), self.path(target, follows=False)
-        place = self._existing(old, source)
-        if os.path.lexists(self._place(new)):
-            raise _error(errno.EEXIST, target)
-        upper = self._folder_for(new)
-        if self.is_inside(place):
-            os.link(place, upper)
-        else:
-            self._source[new] = place
+    def link(self, src: str, dst: str, **_: object) -> None:
+        old = self.path(src)
+        self._existing(old, src)
+        os.link(self._copy(old), self._new(dst))
 
-    def symlink(self, text: str, name: str, dir_fd: int | None = None) -> None:
+    def symlink(self, src: str, dst: str, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+        os.symlink(src, self._new(dst, dir_fd))
+
+    def mkdir(self, path: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        os.mkdir(self._new(path, dir_fd), mode | stat.S_IRWXU)
+
+    def _new(self, name: str, dir_fd: int | None = None) -> str:
+        """Returns the place of what is to be made."""
         path = self.path(name, follows=False, dir_fd=dir_fd)
         if os.path.lexists(self._place(path)):
             raise _error(errno.EEXIST, name)
-        os.symlink(text, self._folder_for(path))
+        return self._folder_for(path)
 
-    # ---- Folders.
-
-    def mkdir(self, name: str, mode: int = 0o777, dir_fd: int | None = None) -> None:
-        path = self.path(name, dir_fd=dir_fd)
-        if os.path.lexists(self._place(path)):
-            raise _error(errno.EEXIST, name)
-        os.mkdir(self._folder_for(path), mode | stat.S_IRWXU)
-
-    def rmdir(self, name: str, dir_fd: int | None = None) -> None:
-        path = self.path(name, follows=False, dir_fd=dir_fd)
+    def rmdir(self, path: str, *, dir_fd: int | None = None) -> None:
+        name, path = path, self.path(path, follows=False, dir_fd=dir_fd)
         if not os.path.isdir(self._existing(path, name)):
             raise _error(errno.ENOTDIR, name)
         if self.names(path):
             raise _error(errno.ENOTEMPTY, name)
         if os.path.isdir(self.folder + path):
             shutil.rmtree(self.folder + path)
-        self._source[path] = None
+        self._removed.add(path)
 
     def names(self, name: str) -> list[str]:
         """Returns the names in a folder."""
         path = self.path(name)
-        place = self._existing(path, name)
-        found = os.listdir(place)
-        lower = self._lower(path)
-        if self.is_inside(place) and lower is not None and os.path.isdir(lower):
-            found = list(dict.fromkeys([*os.listdir(lower), *found]))
-        moved = [each.rpartition(os.sep)[2] for each in self._source if os.path.dirname(each) == path]
-        found = list(dict.fromkeys([*found, *moved]))
+        found = dict.fromkeys(os.listdir(self._existing(path, name)))
+        if self.is_merged(path) and (lower := self._lower(path)) is not None and os.path.isdir(lower):
+            found.update(dict.fromkeys(os.listdir(lower)))
         return [each for each in found if os.path.lexists(self._place(os.path.join(path, each)))]
 
     def is_merged(self, name: str) -> bool:
         """Returns whether a folder differs from the machine's."""
         path = self.path(name)
-        return os.path.lexists(self.folder + path) or any(os.path.dirname(each) == path for each in self._source)
+        return os.path.lexists(self.folder + path) or any(os.path.dirname(each) == path for each in self._removed)
 
     def _existing(self, path: str, name: str) -> str:
         place = self._place(path)
@@ -261,14 +240,12 @@ class Overlay:
         for path, size in list(self._gone.items()):
             if not os.path.lexists(self._place(path)) and not os.path.lexists(path):
                 yield "write and remove", path, size
-        for path, source in list(self._source.items()):
-            if source is None and os.path.lexists(path) and not os.path.lexists(self.folder + path):
+        for path in sorted(self._removed):
+            if os.path.lexists(path) and not os.path.lexists(self.folder + path):
                 yield "remove", path, 0
-            elif source is not None and source != path:
-                yield f"move {source} to", path, 0
 
 
-def _is_device(place: str) -> bool:
+def is_device(place: str) -> bool:
     """Returns whether a place is a device such as /dev/null, or a file of the kernel's, which no write changes."""
     try:
         return stat.S_ISCHR(os.stat(place).st_mode) or Path(place).parts[:2] == ("/", "proc")

@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import ipaddress
 import multiprocessing.util
 import os
 import shutil
@@ -22,10 +23,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .overlay import Overlay, writes
+from .overlay import Overlay, is_device, writes
 
 _HIGHER_CLASSES = ("pathlib", "glob", "tempfile", "shutil")  # whose classes hold functions of os
 _OF_MODE = {"r": os.O_RDONLY, "w": os.O_CREAT | os.O_TRUNC, "a": os.O_CREAT | os.O_APPEND, "x": os.O_CREAT | os.O_EXCL}
+_READERS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr", "chdir")
+_CHANGERS = ("mkdir", "rmdir", "remove", "unlink", "truncate", "link", "symlink", "rename", "replace")
 _CHANGES = ("remove", "rmdir", "mkdir", "truncate", "chmod", "chown", "utime", "setxattr", "removexattr", "mknod")
 _PROGRAMS = ("os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn", "os.system")
 _LOCAL = ("", "localhost", "127.0.0.1", "::1", "0.0.0.0")
@@ -101,41 +104,30 @@ class Shadow:
 
     def _replacements(self) -> dict[Any, Any]:
         overlay = self.overlay
+
+        def read(
+            plain: Any, path: str = ".", *args: Any, dir_fd: int | None = None, follow_symlinks: bool = True, **how: Any
+        ) -> Any:
+            follows = follow_symlinks and plain.__name__ not in ("lstat", "readlink")
+            how |= {} if follow_symlinks else {"follow_symlinks": False}
+            return plain(overlay.place(path, follows=follows, dir_fd=dir_fd), *args, **how)
+
+        def change(plain: Any, *args: Any, **how: Any) -> None:
+            name = {"unlink": "remove", "replace": "rename"}.get(plain.__name__, plain.__name__)
+            getattr(overlay, name)(*args, **how)
+
         stands: dict[str, Callable[..., Any]] = {
             "open": lambda plain, path, flags, mode=0o777, *, dir_fd=None: plain(
                 overlay.opened(path, flags, dir_fd), flags, mode
             ),
-            "stat": lambda plain, path, *, dir_fd=None, follow_symlinks=True: plain(
-                overlay.place(path, follows=follow_symlinks, dir_fd=dir_fd), follow_symlinks=follow_symlinks
-            ),
-            "lstat": lambda plain, path, *, dir_fd=None: plain(overlay.place(path, follows=False, dir_fd=dir_fd)),
-            "access": lambda plain, path, mode, *, dir_fd=None, **_: plain(overlay.place(path, dir_fd=dir_fd), mode),
-            "readlink": lambda plain, path, *, dir_fd=None: plain(overlay.place(path, follows=False, dir_fd=dir_fd)),
-            "statvfs": lambda plain, path: plain(overlay.place(path)),
-            "listxattr": lambda plain, path=None, **_: plain(overlay.place(path or ".")),
-            "getxattr": lambda plain, path, name, **_: plain(overlay.place(path), name),
             "listdir": lambda plain, path=".": overlay.names(path),
             "scandir": self._scandir,
-            "chdir": lambda plain, path: plain(overlay.place(path)),
             "getcwd": lambda plain: overlay.seen(plain()),
             "getcwdb": lambda plain: os.fsencode(overlay.seen(os.fsdecode(plain()))),
-            "mkdir": lambda plain, path, mode=0o777, *, dir_fd=None: overlay.mkdir(path, mode, dir_fd),
-            "rmdir": lambda plain, path, *, dir_fd=None: overlay.rmdir(path, dir_fd),
-            "remove": lambda plain, path, *, dir_fd=None: overlay.remove(path, dir_fd),
-            "unlink": lambda plain, path, *, dir_fd=None: overlay.remove(path, dir_fd),
-            "truncate": lambda plain, path, length: overlay.truncate(path, length),
-            "link": lambda plain, src, dst, **_: overlay.link(src, _text(dst)),
-            "symlink": lambda plain, src, dst, target_is_directory=False, *, dir_fd=None: overlay.symlink(
-                src, _text(dst), dir_fd
-            ),
             "system": lambda plain, command: self._start(command) and 0,
         }
-        for name in ("rename", "replace"):
-            stands[name] = lambda plain, src, dst, *, src_dir_fd=None, dst_dir_fd=None: overlay.rename(
-                src, _text(dst), source_fd=src_dir_fd, target_fd=dst_dir_fd
-            )
-        for name in ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr"):
-            stands[name] = self._set_facts
+        stands |= dict.fromkeys(_READERS, read) | dict.fromkeys(_CHANGERS, change)
+        stands |= dict.fromkeys(("chmod", "chown", "lchown", "utime", "setxattr", "removexattr"), self._set_facts)
         found: dict[Any, Any] = {
             getattr(os, name): self._by_path(getattr(os, name), function)
             for name, function in stands.items()
@@ -156,8 +148,7 @@ class Shadow:
             if self._is_lifted() or isinstance(first, int):
                 return plain(*args, **kwargs)
             is_bytes = isinstance(first, bytes)
-            if args:
-                args = (_text(first), *args[1:])
+            args = (*map(_text, args[:2]), *args[2:])
             kwargs = {name: _text(value) if name in names else value for name, value in kwargs.items()}
             with self.lifted():
                 result = function(plain, *args, **kwargs)
@@ -293,7 +284,7 @@ class Shadow:
             place = os.readlink(f"/proc/self/fd/{name}") if isinstance(name, int) else os.path.abspath(_text(name))
         except OSError:
             place = _text(name)
-        if self.overlay.is_inside(place.partition(" (deleted)")[0]) or _is_device(place):
+        if self.overlay.is_inside(place.partition(" (deleted)")[0]) or is_device(place):
             return
         self._refuse(f"{what} {name!r}")
 
@@ -383,13 +374,6 @@ def _text(path: Any) -> Any:
     return os.fsdecode(path) if isinstance(path, bytes) else path
 
 
-def _is_device(place: str) -> bool:
-    try:
-        return stat.S_ISCHR(os.stat(place).st_mode)
-    except OSError:
-        return False
-
-
 def _is_path(address: object) -> bool:
     """Returns whether an address of a socket is a file. Those that begin with a zero have only a name."""
     return isinstance(address, (str, bytes)) and bool(address) and address[:1] not in ("\0", b"\0")
@@ -401,10 +385,8 @@ def _is_memory(name: Any) -> bool:
 
 
 def _is_number(host: str) -> bool:
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, host)
-            return True
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
     return False
 
 

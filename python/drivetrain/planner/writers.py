@@ -38,8 +38,11 @@ _NATIVE_WRITERS = (
     ("safetensors.numpy", "save_file", 1, "filename"),
     ("lmdb", "open", 0, "path"),
     ("numpy", "savetxt", 0, "fname"),
+    ("sqlite3", "connect", 0, "database"),
+    ("h5py", "File", 0, "name"),
 )
-_READERS = (("numpy", "loadtxt", 0, "fname"), ("numpy", "genfromtxt", 0, "fname"))  # which keep a built-in open
+# Functions that read; NumPy's keep a built-in open.
+_READERS = (("numpy", "loadtxt", 0, "fname"), ("numpy", "genfromtxt", 0, "fname"), ("torch", "load", 0, "f"))
 _CHANGING = os.O_RDWR | os.O_CREAT
 
 
@@ -55,20 +58,20 @@ def begin(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) ->
     torch.serialization.add_safe_globals([_made, nn.Parameter])
     functions: dict[Any, Any] = {
         torch.save: saver.save(torch.save),
-        torch.load: saver.load(torch.load),
-        torch._C.PyTorchFileWriter: _by_place(shadow, torch._C.PyTorchFileWriter),
-        torch._C.PyTorchFileReader: _by_read_place(shadow, torch._C.PyTorchFileReader),
+        torch._C.PyTorchFileWriter: _by(shadow.place, torch._C.PyTorchFileWriter),
+        torch._C.PyTorchFileReader: _by(shadow.read_place, torch._C.PyTorchFileReader),
         torch.from_file: _mapped(shadow, torch.from_file),
     }
     by_module = {name: [function] for name, function in others.items()}
-    for module, name, position, argument in (*_NATIVE_WRITERS, *_READERS):
-        by_module.setdefault(module, []).append(functools.partial(_redirect, shadow, name, position, argument))
-    by_module.setdefault("safetensors.torch", []).append(saver.stand_in_for_safetensors)
-    by_module.setdefault("sqlite3", []).append(functools.partial(_redirect, shadow, "connect", 0, "database"))
-    by_module.setdefault("h5py", []).append(functools.partial(_redirect, shadow, "File", 0, "name"))
-    by_module.setdefault("wandb", []).append(_disable_wandb)
+    for functions_of in (_NATIVE_WRITERS, _READERS):
+        reads = functions_of is _READERS
+        for module, name, position, argument in functions_of:
+            redirect = functools.partial(_redirect, shadow, name, position, argument, reads)
+            by_module.setdefault(module, []).append(redirect)
+    by_module["safetensors.torch"] = [saver.stand_in_for_safetensors]
+    by_module["wandb"] = [_disable_wandb]
     by_module["drivetrain.checkpointing.checkpointer"] = [saver.stand_in_for_checkpointer]
-    by_module.setdefault("numpy", []).append(functools.partial(_map_copies, shadow))
+    by_module["numpy"].append(functools.partial(_map_copies, shadow))
     os.environ.update(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
     # TensorBoard then writes by Python, also where TensorFlow is installed.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
@@ -91,14 +94,8 @@ class _Saver:
         def reduce(tensor: FakeTensor, _: int = 2) -> Any:
             storage = tensor.untyped_storage()
             self._sizes()[id(storage)] = storage.nbytes()
-            is_parameter = isinstance(tensor, nn.Parameter)
-            return _made, (
-                tuple(tensor.shape),
-                tuple(tensor.stride()),
-                tensor.dtype,
-                tensor.requires_grad,
-                is_parameter,
-            )
+            layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+            return _made, (*layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 
         return reduce
 
@@ -124,13 +121,6 @@ class _Saver:
             return self._noted(f, lambda file: plain(obj, file, *args, **kwargs))
 
         return save
-
-    def load(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self._shadow.read_place(f) if isinstance(f, (str, os.PathLike)) else f, *args, **kwargs)
-
-        return load
 
     def stand_in_for_safetensors(self, module: ModuleType) -> None:
         """Saves files of safetensors by torch.save, and reads these and real ones."""
@@ -232,7 +222,7 @@ def _made(
 # ---- Files that native code opens by their names.
 
 
-def _redirect(shadow: Shadow, name: str, position: int, argument: str, module: ModuleType) -> None:
+def _redirect(shadow: Shadow, name: str, position: int, argument: str, reads: bool, module: ModuleType) -> None:
     """Replaces a function, class or method of a module by one that gets the shadow's file."""
     holder, _, last = name.rpartition(".")
     owner = getattr(module, holder) if holder else module
@@ -245,11 +235,10 @@ def _redirect(shadow: Shadow, name: str, position: int, argument: str, module: M
     @functools.wraps(plain)
     def redirected(*args: Any, **kwargs: Any) -> Any:
         given = args[position] if len(args) > position else kwargs.get(argument)
-        mode = kwargs.get("mode", args[position + 1] if len(args) > position + 1 else "r")
         if _is_file_name(given):
-            is_h5py = last == "__init__" and argument == "name"
-            reads = (is_h5py and mode == "r") or any(last == reader for _, reader, *_ in _READERS)
-            place = shadow.read_place(given) if reads else shadow.place(given, _CHANGING)
+            mode = kwargs.get("mode", args[position + 1] if len(args) > position + 1 else "r")
+            only_reads = reads or (name == "File" and mode == "r")  # of h5py
+            place = shadow.read_place(given) if only_reads else shadow.place(given, _CHANGING)
             if len(args) > position:
                 args = (*args[:position], place, *args[position + 1 :])
             else:
@@ -266,14 +255,8 @@ def _is_file_name(value: object) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(value, (str, os.PathLike)) and not str(value).startswith(("file:", ":memory:"))
 
 
-def _by_place(shadow: Shadow, plain: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda file, *args, **kwargs: plain(shadow.place(file) if _is_file_name(file) else file, *args, **kwargs)
-
-
-def _by_read_place(shadow: Shadow, plain: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda file, *args, **kwargs: plain(
-        shadow.read_place(file) if _is_file_name(file) else file, *args, **kwargs
-    )
+def _by(place: Callable[[Any], str], plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda file, *args, **kwargs: plain(place(file) if _is_file_name(file) else file, *args, **kwargs)
 
 
 def _mapped(shadow: Shadow, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,24 +96,18 @@ def read_prices(prices: str | os.PathLike[str] | dict[str, Any], device: str) ->
     """
     name = "prices" if isinstance(prices, dict) else os.fspath(prices)
     table = prices if isinstance(prices, dict) else read_toml(Path(prices))
-    _check_names(table, ("currency", "devices", "spot", "storage"), name)
+    _checked(table, ("currency", "devices", "spot", "storage"), name)
     devices = _section(table, "devices", name)
     if device not in devices:
         raise ValueError(f"{name} has no [devices.{device}]; it has: {', '.join(devices) or 'none'}")
-    entry = _section(devices, device, f"{name}: devices")
-    _check_names(entry, _TARIFFS, f"{name}: devices.{device}")
-    if not entry:
+    where = f"{name}: devices"
+    tariffs = _numbers(_section(devices, device, where), _TARIFFS, f"{where}.{device}")
+    if not tariffs:
         raise ValueError(f"{name} has none of {', '.join(_TARIFFS)} under [devices.{device}]")
-    spot, storage = _section(table, "spot", name), _section(table, "storage", name)
-    _check_names(spot, ("interruptions_per_hour", "restart_minutes"), f"{name}: spot")
-    _check_names(storage, ("gib_month",), f"{name}: storage")
-    return Prices(
-        {tariff: _number(entry, tariff, f"{name}: devices.{device}", 0.0) for tariff in _TARIFFS if tariff in entry},
-        _number(spot, "interruptions_per_hour", f"{name}: spot", Prices.interruptions_per_hour),
-        _number(spot, "restart_minutes", f"{name}: spot", Prices.restart_minutes),
-        _number(storage, "gib_month", f"{name}: storage", Prices.gib_month),
-        str(table.get("currency", Prices.currency)),
-    )
+    spot = _numbers(_section(table, "spot", name), ("interruptions_per_hour", "restart_minutes"), f"{name}: spot")
+    storage = _numbers(_section(table, "storage", name), ("gib_month",), f"{name}: storage")
+    currency = str(table.get("currency", Prices.currency))
+    return Prices(tariffs, **spot, **storage, currency=currency)
 
 
 def price_run(
@@ -184,14 +178,15 @@ def _section(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     return section
 
 
-def _check_names(entries: dict[str, Any], known: Sequence[str], where: str) -> None:
+def _checked(entries: dict[str, Any], known: Sequence[str], where: str) -> dict[str, Any]:
     for name in entries:
         if name not in known:
             raise ValueError(f"{where} has an entry {name!r}, expected one of: {', '.join(known)}")
+    return entries
 
 
-def _number(entries: dict[str, Any], name: str, where: str, default: float) -> float:
-    value = entries.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"{where}.{name} is {value!r}, expected a number of 0 or more")
-    return float(value)
+def _numbers(entries: dict[str, Any], known: Sequence[str], where: str) -> dict[str, float]:
+    for name, value in _checked(entries, known, where).items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ValueError(f"{where}.{name} is {value!r}, expected a number of 0 or more")
+    return {name: float(entries[name]) for name in known if name in entries}

@@ -62,55 +62,27 @@ class KernelChoice(TorchFunctionMode):
             # torch turns a mask of truth values into one that is added.
             kept, hidden = (torch.scalar_tensor(number, dtype=query.dtype) for number in (0.0, -math.inf))
             attn_mask = torch.where(attn_mask, kept, hidden)
+        found: Tensor
         is_fused = query.dim() == 4 and query.shape[-1] == value.shape[-1]
         is_fused = is_fused and all(t.stride(-1) == 1 for t in (query, key, value)) and 0 not in query.shape
-        fused = self._fused_cuda if self._is_cuda else self._fused_cpu
-        found = fused(query, key, value, attn_mask, dropout_p, is_causal, scale) if is_fused else None
-        if found is not None:
-            return found
-        attend = _aten._scaled_dot_product_attention_math
-        plain: Tensor = attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[
-            0
-        ]
-        return plain
-
-    @staticmethod
-    def _fused_cpu(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor | None:
-        if dropout_p > 0 or (attn_mask is not None and (attn_mask.requires_grad or attn_mask.dim() not in (2, 4))):
-            return None
-        attend = _aten._scaled_dot_product_flash_attention_for_cpu
-        found: Tensor = attend(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        return found
-
-    @staticmethod
-    def _fused_cuda(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor | None:
-        found: Tensor
-        if query.dtype in _HALF and attn_mask is None and query.shape[-1] <= _MAX_FLASH_HEAD:
-            found = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-            return found
-        if key.shape[-3] != query.shape[-3]:  # the memory-efficient kernel has no grouped heads
-            return None
-        needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-        attend = _aten._scaled_dot_product_efficient_attention
-        found = attend(query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+        if is_fused and self._is_cuda:
+            if query.dtype in _HALF and attn_mask is None and query.shape[-1] <= _MAX_FLASH_HEAD:
+                flash = _aten._scaled_dot_product_flash_attention
+                found = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+                return found
+            if key.shape[-3] == query.shape[-3]:  # the memory-efficient kernel has no grouped heads
+                needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+                mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+                efficient = _aten._scaled_dot_product_efficient_attention
+                found = efficient(query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+                return found
+        elif is_fused and dropout_p == 0:
+            if attn_mask is None or (not attn_mask.requires_grad and attn_mask.dim() in (2, 4)):
+                flash = _aten._scaled_dot_product_flash_attention_for_cpu
+                found = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+                return found
+        plain = _aten._scaled_dot_product_attention_math
+        found = plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from .options import Options, bytes_of
 
 if TYPE_CHECKING:
     from .result import Plan
+    from .trace import StepTrace
 
 
 def plan(
@@ -112,42 +113,25 @@ def plan(
     if calibrate and found.kind != "cpu":
         raise ValueError(f"calibrate measures this machine's CPU, and device is {device!r}: leave it out")
 
-    def trace_for(kind: str, batch: int | None, length: int | None) -> Any:
+    def trace_for(kind: str, other_batch: int | None, other_length: int | None) -> StepTrace:
         from .tracer import trace_steps
 
-        return trace_steps(model, _bound(step_fn, batch, length), device_kind=kind)
+        taken, sizes = inspect.signature(step_fn).parameters, {}
+        for name, value, first in (("batch", other_batch, batch), ("length", other_length, length)):
+            if name not in taken:
+                if value != first:
+                    raise ValueError(
+                        f"step_fn takes no {name}, so that no other {name} can be planned: def step({name})"
+                    )
+            elif value is not None:
+                sizes[name] = value
+            elif taken[name].default is inspect.Parameter.empty:
+                raise ValueError(f"{name} is None, and step_fn takes it: expected a whole number")
+        return trace_steps(model, lambda: step_fn(**sizes), device_kind=kind)
 
-    def retrace(kind: str, other_batch: int | None, other_length: int | None) -> Any:
-        taken = inspect.signature(step_fn).parameters
-        for name, value, before in (("batch", other_batch, batch), ("length", other_length, length)):
-            if value != before and name not in taken:
-                raise ValueError(f"step_fn takes no {name}, so that no other {name} can be planned: def step({name})")
-        return trace_for(kind, other_batch, other_length)
-
-    made = Plan.of(
-        trace_for(found.kind, batch, length),
-        found,
-        options,
-        batch=batch,
-        length=length,
-        optimizer=optimizer,
-        retrace=retrace,
-        devices=devices,
-    )
+    trace = trace_for(found.kind, batch, length)
+    how = {"batch": batch, "length": length, "optimizer": optimizer, "retrace": trace_for, "devices": devices}
+    made = Plan.of(trace, found, options, **how)  # type: ignore[arg-type]
     if not calibrate:
         return made
     return made.calibrated(30.0 if calibrate is True else float(calibrate))
-
-
-def _bound(step_fn: Callable[..., object], batch: int | None, length: int | None) -> Callable[[], object]:
-    """Returns a call of step_fn with the sizes that it takes."""
-    taken = inspect.signature(step_fn).parameters
-    sizes = {}
-    for name, value in (("batch", batch), ("length", length)):
-        if name in taken:
-            if value is None:
-                if taken[name].default is inspect.Parameter.empty:
-                    raise ValueError(f"{name} is None, and step_fn takes it: expected a whole number")
-                continue
-            sizes[name] = value
-    return lambda: step_fn(**sizes)

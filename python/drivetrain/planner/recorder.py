@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,26 +16,19 @@ from ..monitor.flops import flops_of
 from .trace import ALLOC, FREE, OP, Block, Category, Event, OpCall, Operand, Phase, Signature, StepTrace, TensorSpec
 from .workspaces import bytes_kept_by_recurrence
 
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
 _aten = torch.ops.aten
 # Factories of up to so many elements compute their values, which code such as `step.item()` may ask for.
 _SMALL = 65536
 _NEVER_FAKE = {_aten.randperm.default, _aten.randperm.generator}
 
 
-class ModuleLookup(Protocol):
-    """Knows what runs."""
-
-    def module(self) -> str:
-        """Returns the name of the innermost module whose forward runs."""
-
-    def index_of(self, parameter: Tensor) -> int:
-        """Returns the index of a parameter; -1 if it is none of the model's."""
-
-
 class Recorder(TorchDispatchMode):
     """Runs operations on tensors without values, and records them."""
 
-    def __init__(self, owner: ModuleLookup, trace: StepTrace, label: torch.device) -> None:
+    def __init__(self, owner: Tracer, trace: StepTrace, label: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer: torch.optim.Optimizer | None = None  # whose step runs
         self.optimizers_task = -1  # the graph task that runs this step, as with step_in_backward

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..frames import users_line
 from ..optim.state_dicts import states_of_params
 from .kernels import KernelChoice
-from .native import NativeSteps
+from .native import native_steps
 from .recorder import Recorder
 from .reuse import without_copies
 from .settling import steps_until_settled
@@ -80,7 +80,6 @@ class Tracer:
             self._recorder.on_device = set()
         self._is_cuda = device_kind == "cuda"
         self._kernels = KernelChoice(device_kind)
-        self._native = NativeSteps(self._recorder)
         self._stack = ExitStack()
         self._restore: list[Callable[[], None]] = []
         self._names: dict[int, str] = {}
@@ -127,7 +126,7 @@ class Tracer:
         ]
         for hook in hooks:
             self._stack.callback(hook.remove)
-        self._stack.enter_context(self._native)
+        self._stack.enter_context(native_steps(self._recorder))
         self._stack.enter_context(cast(Any, self._kernels))
         self._stack.enter_context(cast(Any, self._recorder))
         return self

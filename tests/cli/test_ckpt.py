@@ -37,7 +37,7 @@ def damage(directory: Path, step: int, name: str) -> None:
 def test_ls(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt("ls", directory) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "intact" in line]
-    assert [int(line.split()[1]) for line in lines] == [5, 10, 15]
+    assert [int(line.split()[0]) for line in lines] == [5, 10, 15]
     damage(directory, 10, "manifest.json")
     assert ckpt("ls", directory) == 1
     shown = capsys.readouterr()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -98,16 +97,10 @@ def test_runs_in_files_of_one_name_are_told_apart(
     assert "after/run: 17 steps" in shown
 
 
-def test_monitor_follows_a_run_to_its_end(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["monitor", "--live", str(recorded)]) == 0
-    assert "a: 17 steps" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.jsonl"], "No such file"),
-        (["--live", "a.jsonl", "b.jsonl"], "--live takes one file"),
     ],
 )
 def test_monitor_names_what_is_wrong(
@@ -125,9 +118,8 @@ def test_monitor_names_what_is_wrong(
 def test_a_foreign_line_is_named(line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "foreign.jsonl"
     path.write_bytes(line + b"\n")
-    for options in ([], ["--live"]):
-        assert main(["monitor", *options, str(path)]) == 2
-        assert "foreign.jsonl, line 1: " in capsys.readouterr().err
+    assert main(["monitor", str(path)]) == 2
+    assert "foreign.jsonl, line 1: " in capsys.readouterr().err
 
 
 def run_script(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -254,27 +246,6 @@ def test_a_bar_in_a_notebook(batches: int) -> None:
     assert cell.text.value == progress.text()
     assert (cell.bar.value, cell.bar.max) == ((5, 10) if batches else (1, 1))
     assert (cell.bar.layout.display == "none") == (not batches)
-
-
-def test_a_line_in_a_notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    from IPython import display
-
-    class Handle:
-        def update(self, output: Any, raw: bool) -> None:
-            shown.append(output["text/plain"])
-
-    def show(output: Any, raw: bool, display_id: bool) -> Handle:
-        shown.append(output["text/plain"])
-        return Handle()
-
-    shown: list[str] = []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(display, "display", show)
-    progress = Progress("notebook")
-    for step in (1, 2):
-        progress.take(step_event(step, 0.032), (step, 10))
-        progress.show(is_last=True)
-    assert [text.split(" · ")[0] for text in shown] == ["step 1 (batch 1/10)", "step 2 (batch 2/10)"]
 
 
 def test_a_summary_shows_itself(recorded: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from drivetrain import _C
 from drivetrain.monitor import Monitor
-from drivetrain.monitor.script import ScriptMonitor
+from drivetrain.monitor.trainers import ScriptMonitor
 from waits import no_waiting
 
 

@@ -10,8 +10,6 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from ..checkpointing import Checkpoint, CheckpointError, Encryption
 from ..checkpointing.state.training_state import state_dicts
@@ -21,6 +19,7 @@ from ..checkpointing.store.layout import step_name
 from ..checkpointing.store.reading import complete_checkpoints, find_checkpoints, survey
 from ..checkpointing.store.save import write_tensors
 from ..checkpointing.tiers import TIERS
+from ..notebook import text_table
 
 _EXPORT_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors", "dcp": ""}
 
@@ -67,21 +66,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    table = Table()
-    for column in ("step", "saved", "ranks", "tensors", "size", "key", "metadata"):
-        table.add_column(column, justify="left" if column in ("saved", "key", "metadata") else "right")
-    errors = []
+    rows, errors = [], []
     for found in _found(args):
         if isinstance(found, Checkpoint):
             saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.created))
             is_open = found.key_id is None or _encryption(args) is not None
             count = sum(len(found.names(rank)) for rank in range(found.world_size)) if is_open else "?"
             size = f"{found.nbytes / 2**20:,.1f} MiB"
-            table.add_row(str(found.step), saved, str(found.world_size), str(count), size, found.key_id or "", "intact")
+            rows.append((str(found.step), saved, str(found.world_size), str(count), size, found.key_id or "", "intact"))
         else:
             errors.append(str(found))
-            table.add_row("?", "", "", "", "", "", "damaged")
-    _console().print(table)
+            rows.append(("?", "", "", "", "", "", "damaged"))
+    print(text_table(("step", "saved", "ranks", "tensors", "size", "key", "metadata"), rows))
     for line in _tiers(args.directory):
         print(line)
     for error in errors:
@@ -128,20 +124,17 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     checkpoint = _chosen(args)
-    console = _console()
-    console.print(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.world_size} ranks", highlight=False)
-    table = Table()
-    for column in ("rank", "tensor", "dtype", "shape"):
-        table.add_column(column, justify="right" if column == "rank" else "left", overflow="fold")
+    print(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.world_size} ranks")
+    rows = []
     checkpoint.record_load(0)
     ranks = range(checkpoint.world_size) if args.rank is None else [args.rank]
     for rank in ranks:
         shapes, dtypes = checkpoint.shapes(rank), checkpoint.dtypes(rank)
         for name in checkpoint.names(rank):
-            table.add_row(str(rank), name, str(dtypes[name]).removeprefix("torch."), str(list(shapes[name])))
-    console.print(table, markup=False)
+            rows.append((name, str(rank), str(dtypes[name]).removeprefix("torch."), str(list(shapes[name]))))
+    print(text_table(("tensor", "rank", "dtype", "shape"), rows))
     for rank in ranks:
-        console.print(f"state of rank {rank}: {_shortened(json.dumps(checkpoint.state(rank)))}", markup=False)
+        print(f"state of rank {rank}: {_shortened(json.dumps(checkpoint.state(rank)))}")
     return 0
 
 
@@ -229,7 +222,3 @@ def _audit(directory: Path) -> AuditLog | None:
 
 def _shortened(text: str, limit: int = 2000) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120)

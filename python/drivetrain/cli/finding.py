@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Status = Literal["PASS", "--", "WARN", "FAIL"]
@@ -13,15 +14,15 @@ class Finding:
     """Holds the result of one check.
 
     Attributes:
-        name: The part of the installation that was checked.
         status: "PASS"; "FAIL" if training will not work; "WARN" if it may not, or not at full speed; "--" if the check
             does not apply here.
+        name: The part of the installation that was checked.
         text: The observed facts, or the reason why the check does not apply.
         cure: The remedy after "FAIL" and "WARN"; otherwise empty.
     """
 
-    name: str
     status: Status
+    name: str
     text: str
     cure: str = ""
 
@@ -30,21 +31,5 @@ class Finding:
         return f"{self.status:<6}{self.name:<14}{self.text}{cure}"
 
 
-def passed(name: str, text: str) -> Finding:
-    """Returns a finding for a check that passed."""
-    return Finding(name, "PASS", text)
-
-
-def not_applicable(name: str, why: str) -> Finding:
-    """Returns a finding for a check that does not apply here."""
-    return Finding(name, "--", why)
-
-
-def warn(name: str, text: str, cure: str) -> Finding:
-    """Returns a finding for something that may fail later or that costs speed, with its remedy."""
-    return Finding(name, "WARN", text, cure)
-
-
-def fail(name: str, text: str, cure: str) -> Finding:
-    """Returns a finding for a check that failed, with its remedy."""
-    return Finding(name, "FAIL", text, cure)
+passed, not_applicable = partial(Finding, "PASS"), partial(Finding, "--")
+warn, fail = partial(Finding, "WARN"), partial(Finding, "FAIL")

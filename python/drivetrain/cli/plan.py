@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..planner.trace import StepTrace
 
 _PROCESS_S = 600  # limit of the plan of one batch size
+_SAME_NAMES = ("shard", "accumulate", "state_bits", "master_bits", "release", "expandable")  # as of Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,13 +130,8 @@ def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
     options = Options(
         world_size=hosts * per_host,
         per_host=per_host,
-        shard=args.shard,
-        accumulate=args.accumulate,
         budget=bytes_of(args.budget, "--budget"),
-        state_bits=args.state_bits,
-        master_bits=args.master_bits,
-        release=args.release,
-        expandable=args.expandable,
+        **{name: getattr(args, name) for name in _SAME_NAMES},
     )
     trace = trace_script(
         args.script, args.arguments, device_kind=device.kind, batch=args.batch, world_size=options.world_size

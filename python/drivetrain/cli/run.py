@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         swap.install(optim=args.optim, **ddp_defaults)
         main_module, code = _module(args.script) if args.as_module else load_script(args.script)
         if args.monitor or args.monitor_to:
-            from drivetrain.monitor.script import ScriptMonitor
+            from drivetrain.monitor.trainers import ScriptMonitor
 
             monitor = ScriptMonitor(args.monitor_to)
             monitor.start()

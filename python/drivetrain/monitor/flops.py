@@ -85,9 +85,8 @@ def _kept_by_mask(func: Any, args: Any, kwargs: Any) -> float:
     if not given.get("is_causal"):
         return 1.0
     queries, keys = given["query"].shape[-2], given["key"].shape[-2]
-    kept = sum(min(row + 1, keys) for row in range(queries)) if queries <= keys else None
-    if kept is None:
-        kept = keys * (keys + 1) // 2 + (queries - keys) * keys
+    square = min(queries, keys)
+    kept = square * (square + 1) // 2 + (queries - square) * keys
     return float(kept / (queries * keys))
 
 

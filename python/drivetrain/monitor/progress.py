@@ -12,8 +12,8 @@ from ..phases import LABELS
 from .stream import Event
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.live import Live
+    from rich.text import Text
 
 _LIVE_PERIOD_S, _LINE_PERIOD_S = 0.25, 10.0
 _SMOOTHING = 0.1  # weight of the last step in the shown mean
@@ -37,7 +37,7 @@ class Progress:
         self._last: Event | None = None
         self._place = (0, 0)
         self._live: Live | None = None
-        self._cell: _TextCell | _WidgetCell | None = None
+        self._cell: _WidgetCell | None = None
 
     def take(self, event: Event, place: tuple[int, int]) -> None:
         """Takes the event of a step.
@@ -73,8 +73,7 @@ class Progress:
         if self.kind == "live":
             self._live_line().update(self._bar_and_text(), refresh=True)
         elif self.kind == "notebook":
-            if self._cell is None:
-                self._cell = _WidgetCell() if importlib.util.find_spec("ipywidgets") is not None else _TextCell()
+            self._cell = self._cell or _WidgetCell()
             self._cell.show(self.text(), *self._place)
         else:
             print(self.text(), file=self._file, flush=True)
@@ -97,33 +96,13 @@ class Progress:
             self._live.start()
         return self._live
 
-    def _bar_and_text(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
+    def _bar_and_text(self) -> Text:
         from rich.text import Text
 
-        text = Text(self.text())
         batch, batches = self._place
-        if not batches:
-            return text
-        line = Table.grid(padding=(0, 1))
-        line.add_row(ProgressBar(total=batches, completed=batch, width=_BAR_WIDTH), text)
-        return line
-
-
-class _TextCell:
-    """Is the output of a notebook's cell without ipywidgets."""
-
-    def __init__(self) -> None:
-        self._display: Any = importlib.import_module("IPython.display").display
-        self._handle: Any = None
-
-    def show(self, text: str, batch: int, batches: int) -> None:
-        output = {"text/plain": text}
-        if self._handle is None:
-            self._handle = self._display(output, raw=True, display_id=True)
-        else:
-            self._handle.update(output, raw=True)
+        done = min(_BAR_WIDTH * batch // batches, _BAR_WIDTH) if batches else 0
+        bar = f"{'━' * done}{'┄' * (_BAR_WIDTH - done)} " if batches else ""
+        return Text(bar + self.text())
 
 
 class _WidgetCell:
@@ -143,5 +122,5 @@ class _WidgetCell:
 def _kind_of(file: TextIO) -> str:
     shell = sys.modules.get("IPython")
     if shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell":
-        return "notebook"
+        return "notebook" if importlib.util.find_spec("ipywidgets") is not None else "lines"
     return "live" if file.isatty() else "lines"

@@ -50,7 +50,7 @@ class _Lane:
     def __init__(self, sink: Sink, capacity: int) -> None:
         self.sink = sink
         self.num_dropped = 0
-        self.error: str | None = None  # the first error
+        self._has_failed = False
         self._capacity = capacity
         self._events: deque[Event] = deque()
         self._num_under_way = 0  # events that the sink has been given and has not taken yet
@@ -65,7 +65,8 @@ class _Lane:
         num_free = max(self._capacity - len(self._events), 0)
         self._events.extend(events[:num_free])
         if len(events) > num_free:
-            self._drop(len(events) - num_free)
+            with self._lock:
+                self.num_dropped += len(events) - num_free
         # An event that is set already has not been cleared yet, and the thread looks into the queue after it clears it.
         if not self._has_news.is_set():
             self._has_news.set()
@@ -124,13 +125,9 @@ class _Lane:
             if not self._is_given_up:
                 self.num_dropped += num_failed
 
-    def _drop(self, count: int) -> None:
-        with self._lock:
-            self.num_dropped += count
-
     def _note(self, error: str) -> None:
-        if self.error is None:
-            self.error = error
+        if not self._has_failed:
+            self._has_failed = True
             _logger.warning("monitor: %s drops events, and the training goes on: %s", self.sink.name, error)
 
 
@@ -155,10 +152,6 @@ class Stream:
     def dropped(self) -> dict[str, int]:
         """Returns the number of events that each sink has not taken."""
         return {lane.sink.name: lane.num_dropped for lane in self._lanes}
-
-    def errors(self) -> dict[str, str]:
-        """Returns the first error of every sink that has had one."""
-        return {lane.sink.name: lane.error for lane in self._lanes if lane.error}
 
     def close(self) -> None:
         """Ends all sinks. Their limits run at the same time."""

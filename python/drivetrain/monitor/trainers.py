@@ -1,16 +1,20 @@
-"""`TrainerMonitor` follows a loop that a framework runs; `TrainerMonitorCallback` is the base of each callback."""
+"""`TrainerMonitor` follows a framework's loop, and `ScriptMonitor` an unedited script, for `drivetrain run`."""
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from .. import _C
 from ..phases import number_of
 from .hooks import replace_iterations
 from .monitor import Monitor
+from .progress import Progress
+from .stream import Sink
 from .summary import Summary
 
 _DATA = number_of("data")
@@ -112,3 +116,31 @@ class TrainerMonitorCallback:
         if self.monitor is None:
             raise RuntimeError(f"this {type(self).__name__} has seen no training: pass it to a Trainer and train")
         return self.monitor.summary()
+
+
+class ScriptMonitor(TrainerMonitor):
+    """A monitor over all optimizers and DataLoaders of this process, from its start to the end of the process.
+
+    The time between a batch and the backward pass counts as forward. A step within which another DataLoader runs to its
+    end, such as one for an evaluation, is left out.
+
+    Args:
+        to: Sinks, as for `Monitor`.
+    """
+
+    def __init__(self, to: Sequence[str | Sink]) -> None:
+        super().__init__(to=to, flops=None)
+        self._optimizers = None
+
+    def start(self) -> None:
+        """Begins, and ends when the process does."""
+        super().start()
+        plain = DataLoader.__iter__
+
+        def marked(loader: DataLoader[Any]) -> Iterator[Any]:
+            return iter(self._batches(loader, lambda: plain(loader)))
+
+        DataLoader.__iter__ = marked  # type: ignore[method-assign, assignment]
+
+    def _make_progress(self) -> Progress:
+        return Progress("lines")  # a live line would disturb the script's own

@@ -10,7 +10,7 @@ from .allocator import CachingAllocator, HostAllocator
 from .devices import Device
 from .options import Options
 from .recompute import Recomputation
-from .trace import ALLOC, OP, STEP, Event, StepTrace
+from .trace import ALLOC, OP, STEP, StepTrace
 
 # NCCL's buffers of a communicator: 8 channels, each with 4 MiB of simple-protocol buffers both ways, and LL buffers.
 NCCL_BYTES = 96 << 20
@@ -129,16 +129,14 @@ class _EventReplay:
     def run(self) -> MemoryPlan:
         trace, options = self._trace, self._options
         for index, block in enumerate(trace.blocks):
-            if (
-                block.op == -1
-                and block.category != "host"
-                and not (block.category == "gradients" and options.keeps_gradients)
-            ):
+            is_in_buffer = block.category == "gradients" and options.keeps_gradients
+            if block.op == -1 and block.category != "host" and not is_in_buffer:
                 self._alloc(index)
         gradient_bytes = sum(p.num_bytes for p in trace.parameters if p.requires_grad)
         for size in buffers_of(gradient_bytes, options):
             self.take("gradients", size)
-        for event in self._events():
+        recomputation = self._recomputation
+        for event in trace.events if recomputation is None else recomputation.applied_to(trace):
             if event.kind == STEP:
                 self._is_last = event.subject == trace.num_steps - 1
             elif event.kind == OP:
@@ -150,9 +148,6 @@ class _EventReplay:
         plan = self._plan
         plan.largest = self._largest()
         return plan
-
-    def _events(self) -> list[Event]:
-        return self._trace.events if self._recomputation is None else self._recomputation.applied_to(self._trace)
 
     def _run_op(self, op: int) -> None:
         for block in self._ending:
@@ -178,11 +173,8 @@ class _EventReplay:
         self._handles[index] = self._allocator.malloc(size)
         self._by_category[block.category] = self._by_category.get(block.category, 0) + size
         self._note()
-        if (
-            block.category == "gradients"
-            and block.op != -1
-            and (self._options.keeps_gradients or self._options.release)
-        ):
+        is_short = self._options.keeps_gradients or self._options.release
+        if block.category == "gradients" and block.op != -1 and is_short:
             self._ending.append(index)
 
     def _free(self, index: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -156,11 +157,8 @@ class Recorder(TorchDispatchMode):
         if tensors:
             stand_ins = (self._fakes[id(t)][1] if id(t) in self._fakes else t for t in tensors)
             return not any(isinstance(t, FakeTensor) or t.is_meta for t in stand_ins)
-        numel = 1
-        for value in flat:
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                numel *= value  # an upper bound, as strides and fill values count too
-        return numel <= _SMALL
+        # An upper bound, as strides and fill values count too.
+        return math.prod(value for value in flat if type(value) is int and value > 0) <= _SMALL
 
     def _without_values(self, value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -298,10 +296,8 @@ def _is_view_op(func: Any) -> bool:
 
 def _touched(tensor: Tensor) -> int:
     """Returns the bytes of a tensor, where expanded dimensions count once."""
-    numel = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        numel *= size if stride else min(size, 1)
-    return numel * tensor.element_size()
+    sizes = (size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return math.prod(sizes) * tensor.element_size()
 
 
 def _described(tensor: Tensor) -> str:

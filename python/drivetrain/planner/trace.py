@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -158,15 +159,8 @@ class StepTrace:
 
     @property
     def num_parameters(self) -> int:
-        return sum(_numel(parameter.shape) for parameter in self.parameters)
+        return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
     def bytes_of(self, category: Category) -> int:
         """Returns the bytes of all blocks of a category."""
         return sum(block.num_bytes for block in self.blocks if block.category == category)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

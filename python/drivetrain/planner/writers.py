@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.abc
 import importlib.util
+import json
 import os
 import sys
 import threading
@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .shadow import Shadow, rebind
 
@@ -123,30 +124,28 @@ class _Saver:
         return save
 
     def stand_in_for_safetensors(self, module: ModuleType) -> None:
-        """Saves files of safetensors by torch.save, and reads these and real ones."""
-        plain_load, plain_open = module.load_file, module.safe_open
+        """Writes files of safetensors with a hole for each tensor without values, so that they stay small."""
+        names = {dtype: name for name, dtype in vars(module)["_TYPES"].items()}
 
         def save_file(tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
-            content = {"tensors": dict(tensors), "metadata": metadata}
-            self._noted(filename, lambda file: torch.serialization.save(content, file))
-
-        def load_file(filename: Any, device: Any = "cpu") -> dict[str, Tensor]:
-            place = self._shadow.read_place(filename)
-            if self._shadow.overlay.is_inside(place):
-                with contextlib.suppress(RuntimeError, ValueError):  # a copy of a real file
-                    return dict(torch.load(place)["tensors"])
-            return dict(plain_load(place, device))
-
-        def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
-            place = self._shadow.read_place(filename)
-            if self._shadow.overlay.is_inside(place):
-                with contextlib.suppress(RuntimeError, ValueError):
-                    return _OpenTensors(torch.load(place))
-            return plain_open(place, *args, **kwargs)
+            header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+            end = 0
+            for name, tensor in tensors.items():
+                begin, end = end, end + tensor.numel() * tensor.element_size()
+                header[name] = {"dtype": names[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+            text = json.dumps(header).encode()
+            with _disable_current_modes(), Path(filename).open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for name, tensor in tensors.items():
+                    file.seek(8 + len(text) + header[name]["data_offsets"][0])
+                    if not isinstance(tensor, FakeTensor):
+                        file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                file.truncate(8 + len(text) + end)
 
         import safetensors
 
-        rebind({module.save_file: save_file, module.load_file: load_file, safetensors.safe_open: safe_open})
+        reader = _by(self._shadow.read_place, safetensors.safe_open)
+        rebind({module.save_file: save_file, safetensors.safe_open: reader})
 
     def stand_in_for_checkpointer(self, module: ModuleType) -> None:
         """Lets drivetrain's Checkpointer count steps, because its native code reads and writes memory with values.
@@ -182,30 +181,6 @@ class _Saver:
 
         for name, function in {"__enter__": enter, "__exit__": leave, "step": step, "save": save}.items():
             setattr(module.Checkpointer, name, function)
-
-
-class _OpenTensors:
-    """Is what `safetensors.safe_open` returns for a file that was written in the plan."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self._tensors, self._metadata = content["tensors"], content["metadata"]
-
-    def __enter__(self) -> _OpenTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tensors = {}
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
-
-    def metadata(self) -> dict[str, str] | None:
-        return self._metadata  # type: ignore[no-any-return]
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name]  # type: ignore[no-any-return]
-
-    get_slice = get_tensor
 
 
 def _made(

@@ -6,9 +6,7 @@ import hmac
 import logging
 import os
 import ssl
-import threading
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from ..stream import Event, Sink
 from .requirement import require
@@ -54,36 +52,29 @@ class Prometheus(Sink):
             raise ValueError(f"port is {port}, expected 1 to 65535")
         if (certfile is None) != (keyfile is None):
             raise ValueError("certfile and keyfile belong together, and only one of them is given: pass both")
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-        from prometheus_client.exposition import ThreadingWSGIServer
+        from prometheus_client import CollectorRegistry, start_http_server
 
         self.name = f"prometheus:{port}"
         self._port, self._host = port + int(os.environ.get("LOCAL_RANK", "0")), host
-        self._registry = CollectorRegistry()
-        self._metrics = _Metrics(self._registry)
-        app = _with_token(make_wsgi_app(self._registry), token or os.environ.get(TOKEN_VARIABLE))
+        registry = CollectorRegistry()
         # A port that is taken is an error of the script, so that it is bound here and not in the sink's thread.
         try:
-            self._server = make_server(self._host, self._port, app, ThreadingWSGIServer, handler_class=_Silent)
+            self._server, self._thread = start_http_server(self._port, host, registry, certfile, keyfile)
         except OSError as error:
+            if error.errno is None:  # the certificate cannot be read
+                raise
             raise OSError(
                 error.errno,
                 f"{error.strerror}: the sink {self.name} cannot listen on {self._host}:{self._port} "
                 f"(each local rank takes the next port); choose a free port",
             ) from error
+        self._server.set_app(_with_token(self._server.get_app(), token or os.environ.get(TOKEN_VARIABLE)))
         # socketserver would write a traceback into the training's output, for example for each failed handshake.
         self._server.handle_error = _note_error  # type: ignore[method-assign, assignment]
-        if certfile is not None:
-            try:
-                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-                context.load_cert_chain(certfile, keyfile)
-                self._server.socket = context.wrap_socket(
-                    self._server.socket, server_side=True, do_handshake_on_connect=False
-                )
-            except BaseException:
-                self._server.server_close()
-                raise
-        self._thread: threading.Thread | None = None
+        self._server.RequestHandlerClass.timeout = 10  # type: ignore[attr-defined]  # an idle connection holds no thread
+        if isinstance(self._server.socket, ssl.SSLSocket):
+            self._server.socket.do_handshake_on_connect = False  # nor the one that accepts connections
+        self._metrics = _Metrics(registry)
 
     @property
     def url(self) -> str:
@@ -91,32 +82,19 @@ class Prometheus(Sink):
         scheme = "https" if isinstance(self._server.socket, ssl.SSLSocket) else "http"
         return f"{scheme}://{self._host}:{self._port}/metrics"
 
-    def open(self) -> None:
-        """Begins to answer."""
-        self._thread = threading.Thread(target=self._server.serve_forever, name="drivetrain-monitor-http", daemon=True)
-        self._thread.start()
-
     def write(self, event: Event) -> None:
         """Updates the metrics."""
         self._metrics.take(event)
 
     def close(self) -> None:
         """Stops answering and frees the port."""
-        if self._thread is not None:
-            self._server.shutdown()
-            self._thread.join(5)
+        self._server.shutdown()
+        self._thread.join(5)
         self._server.server_close()
 
 
 def _note_error(request: Any, address: Any) -> None:
     _logger.debug("monitor: a request of %s to the exporter failed", address, exc_info=True)
-
-
-class _Silent(WSGIRequestHandler):
-    timeout = 10  # seconds for a request, so that an idle connection does not hold a thread
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Writes nothing: a line per scrape would bury the training's output."""
 
 
 def _with_token(app: Callable[..., Any], token: str | None) -> Callable[..., Any]:

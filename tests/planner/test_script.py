@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.cli import main
 from warm_python import warm_python
 
 SCRIPT = """
@@ -159,8 +160,6 @@ def test_options_may_follow_the_script(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--gpu", "abacus", "train.py"], "device is 'abacus', expected one of a100, h100"),
-        (["missing.py"], "missing.py"),
-        (["train.py", "--", "--steps", "1"], "ended after 1 optimizer steps, and a plan needs 2, of each optimizer"),
         (["train.py", "--gpus", "0"], "argument --gpus: '0' is not HOSTSxGPUS"),
         (["--price", "prices.toml", "train.py"], "--price needs --steps"),
         (["--budget", "many", "train.py"], "--budget is 'many'"),
@@ -172,7 +171,31 @@ def test_options_may_follow_the_script(tmp_path: Path) -> None:
         (["--compare", "run.jsonl", "train.py"], "--compare is run.jsonl, which is no file"),
     ],
 )
-def test_wrong_arguments_are_named(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_wrong_arguments_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    try:
+        code: object = main(["plan", *arguments])
+    except SystemExit as error:  # of argparse
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "missing.py"),
+        (["train.py", "--", "--steps", "1"], "ended after 1 optimizer steps, and a plan needs 2, of each optimizer"),
+    ],
+)
+def test_a_script_that_is_missing_or_short_is_named(tmp_path: Path, arguments: list[str], message: str) -> None:
     done = planned(tmp_path, *arguments)
     assert done.returncode == 2
     assert message in done.stderr

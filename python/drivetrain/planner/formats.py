@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -34,17 +35,8 @@ def state_bytes(
     if optimizer not in optim.__all__ or not (isinstance(kind, type) and issubclass(kind, FusedOptimizer)):
         names = ", ".join(name for name in optim.__all__ if name[0].isupper())
         raise ValueError(f"optimizer is {optimizer!r}, expected one of {names}")
-    sizes: list[list[int]] = []
-    by_layout: dict[Any, list[int]] = {}
-    for parameter in parameters:
-        key = (parameter.shape, parameter.dtype)
-        if not parameter.requires_grad:
-            sizes.append([])
-            continue
-        if key not in by_layout:
-            by_layout[key] = _bytes_for(kind, parameter, state_bits, master_bits)
-        sizes.append(by_layout[key])
-    return sizes
+    known = functools.cache(lambda shape, dtype: _bytes_for(kind, shape, dtype, state_bits, master_bits))
+    return [known(one.shape, one.dtype) if one.requires_grad else [] for one in parameters]
 
 
 def kept_32_bits(parameters: list[ParameterInfo]) -> dict[str, int]:
@@ -58,13 +50,15 @@ def kept_32_bits(parameters: list[ParameterInfo]) -> dict[str, int]:
     }
 
 
-def _bytes_for(kind: Any, parameter: ParameterInfo, state_bits: int | None, master_bits: int | None) -> list[int]:
-    example = torch.zeros((1,) * max(1, len(parameter.shape)), dtype=parameter.dtype).requires_grad_()
-    is_half = parameter.dtype in (torch.bfloat16, torch.float16)
+def _bytes_for(
+    kind: Any, shape: tuple[int, ...], dtype: torch.dtype, state_bits: int | None, master_bits: int | None
+) -> list[int]:
+    example = torch.zeros((1,) * max(1, len(shape)), dtype=dtype).requires_grad_()
+    is_half = dtype in (torch.bfloat16, torch.float16)
     formats = {"state_bits": state_bits, "master_bits": master_bits if is_half else None}
     asked = {name: bits for name, bits in formats.items() if bits is not None}
     optimizer = kind([example], **({"lr": 1e-3} | asked))
-    layout = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    layout = torch.empty(shape, dtype=dtype, device="meta")
     return list(states_of_step(Engine(optimizer), layout, optimizer.param_groups[0]).values())
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -62,8 +63,7 @@ def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize
     with contextlib.ExitStack() as stack:
 
         def put(holder: Any, name: str, value: object) -> None:
-            stack.callback(setattr, holder, name, getattr(holder, name))
-            setattr(holder, name, value)
+            stack.enter_context(mock.patch.object(holder, name, value))
 
         if device_kind == "cuda":
             for name, answer in _CUDA_ANSWERS.items():
@@ -89,16 +89,10 @@ def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize
         put(drivetrain, "DistributedDataParallel", wrapper)
         put(Prefetcher, "__iter__", loaded_ahead)
         if world_size > 1:
-            for name, value in {**_LAUNCHER, "WORLD_SIZE": str(world_size)}.items():
-                stack.callback(_restore_variable, name, os.environ.get(name))
-                os.environ[name] = value
+            stack.enter_context(mock.patch.dict(os.environ, _LAUNCHER, WORLD_SIZE=str(world_size)))
         stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         stack.enter_context(_OnTheCpu(tracer))
         yield
-
-
-def _restore_variable(name: str, value: str | None) -> None:
-    os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def _optimizer_init(plain: Callable[..., None], period: Period) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import Counter
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from .settling import steps_until_settled
 from .trace import STEP, Event, StepTrace
 
+_MOST_UNSETTLED = 100  # steps that a plan traces for an optimizer whose first steps take other memory
 _MOST_OF_ONE, _MOST = 8, 64  # optimizer steps after which a loop that repeats nothing is cut, with one and with several
 
 
@@ -190,3 +191,25 @@ class Period:
 
 def _counted(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
+
+
+def steps_until_settled(optimizer: torch.optim.Optimizer) -> int:
+    """Returns the number of steps after which all steps of an optimizer allocate the same."""
+    if isinstance(optimizer, torch.optim.LBFGS):  # its history grows with each evaluation but the first
+        group = optimizer.param_groups[0]
+        each: int = max(1, min(group["max_iter"], group["max_eval"]))
+        return int(min(_MOST_UNSETTLED, 1 + math.ceil((group["history_size"] + 1) / each)))
+    if isinstance(optimizer, torch.optim.RAdam):
+        return min(
+            _MOST_UNSETTLED, max((_until_rectified(group["betas"][1]) for group in optimizer.param_groups), default=1)
+        )
+    return 1
+
+
+def _until_rectified(beta: float) -> int:
+    """Returns the first step of RAdam at which it divides by the second moment."""
+    longest = 2 / (1 - beta) - 1
+    for step in range(1, _MOST_UNSETTLED):
+        if longest - 2 * step * beta**step / (1 - beta**step) > 5:
+            return step
+    return 1

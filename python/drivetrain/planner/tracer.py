@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,9 +19,9 @@ from ..frames import users_line
 from ..optim.state_dicts import states_of_params
 from .kernels import KernelChoice
 from .native import native_steps
+from .period import steps_until_settled
 from .recorder import Recorder
 from .reuse import without_copies
-from .settling import steps_until_settled
 from .trace import STEP, Event, ParameterInfo, StepTrace
 
 
@@ -104,7 +105,7 @@ class Tracer:
             grad = parameter.grad
             if grad is not None:
                 self._recorder.know(grad, "gradients", index, name)
-            self._restore.append(_setting_grad(parameter, grad))
+            self._restore.append(functools.partial(setattr, parameter, "grad", grad))
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(self._mark_gradient)
                 self._restore.append(hook.remove)
@@ -228,13 +229,6 @@ def _line_of(error: BaseException) -> str:
 def _needs_values(error: BaseException) -> bool:
     text = str(error)
     return any(part in text for part in ("data pointer", "numpy()", "tolist", "FakeTensor", "meta tensor"))
-
-
-def _setting_grad(parameter: nn.Parameter, grad: Tensor | None) -> Callable[[], None]:
-    def restore() -> None:
-        parameter.grad = grad
-
-    return restore
 
 
 def _restore_state(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> None:

@@ -68,12 +68,13 @@ class Prometheus(Sink):
                 f"{error.strerror}: the sink {self.name} cannot listen on {self._host}:{self._port} "
                 f"(each local rank takes the next port); choose a free port",
             ) from error
-        self._server.set_app(_with_token(self._server.get_app(), token or os.environ.get(TOKEN_VARIABLE)))
+        app: Any = self._server.get_app()
+        self._server.set_app(_with_token(app, token or os.environ.get(TOKEN_VARIABLE)))
         # socketserver would write a traceback into the training's output, for example for each failed handshake.
         self._server.handle_error = _note_error  # type: ignore[method-assign, assignment]
         self._server.RequestHandlerClass.timeout = 10  # type: ignore[attr-defined]  # an idle connection holds no thread
         if isinstance(self._server.socket, ssl.SSLSocket):
-            self._server.socket.do_handshake_on_connect = False  # nor the one that accepts connections
+            vars(self._server.socket)["do_handshake_on_connect"] = False  # nor the one that accepts connections
         self._metrics = _Metrics(registry)
 
     @property

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.monitor import Monitor
 from drivetrain.monitor.flops import FlopCount, obstacle_to_counting, peak_flops
-from drivetrain.monitor.system import System
+from drivetrain.monitor.system import system_values
 
 
 def test_counts_agree_with_torchs() -> None:
@@ -95,10 +95,8 @@ def test_a_compiled_model_is_not_counted() -> None:
 
 
 def test_the_host_is_measured() -> None:
-    pytest.importorskip("psutil", reason="psutil is not installed")
-    system = System(torch.device("cpu"))
-    values = system.sample()
+    values = system_values(torch.device("cpu"))
     assert values["process_memory_bytes"] > 10 * 2**20
     assert values["memory_available_bytes"] > 0
-    assert {"cpu_percent", "process_cpu_percent", "network_sent_bytes_per_s"} <= set(values)
+    assert values["load_average"] >= 0
     assert not any(name.startswith("gpu") for name in values)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp import transport
-from ..planner.options import bytes_of
+from ..memory import bytes_of
 from .ranks import BACKENDS, on_ranks
 
 GROUP = "group"  # the process group itself: gloo on the CPU, NCCL on GPUs
@@ -82,9 +82,7 @@ def sizes(least: str, most: str, factor: int) -> list[int]:
     Raises:
         ValueError: A size is no size or below 4 bytes, the sizes are in the wrong order, or the factor is below 2.
     """
-    first, last = bytes_of(least, "--minbytes"), bytes_of(most, "--maxbytes")
-    assert first is not None
-    assert last is not None
+    first, last = bytes_of(least, sys.maxsize, "--minbytes"), bytes_of(most, sys.maxsize, "--maxbytes")
     if first < 4:
         raise ValueError(f"--minbytes is {least}, expected 4 bytes or more, which hold one float32")
     if last < first:

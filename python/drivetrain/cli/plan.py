@@ -120,8 +120,9 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
     """Plans the script. `measures` lets a calibration run it on real values as well."""
+    from ..memory import bytes_of
     from ..planner.devices import device_of
-    from ..planner.options import Options, bytes_of
+    from ..planner.options import Options
     from ..planner.result import Plan
     from ..planner.script import trace_script
 
@@ -130,7 +131,7 @@ def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
     options = Options(
         world_size=hosts * per_host,
         per_host=per_host,
-        budget=bytes_of(args.budget, "--budget"),
+        budget=None if args.budget is None else bytes_of(args.budget, device.memory_bytes, "--budget"),
         **{name: getattr(args, name) for name in _SAME_NAMES},
     )
     trace = trace_script(

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from .. import _C
 from ..phases import LABELS
 from .advice import Setup, advise
-from .events import event, step_event
 from .hangs import Hang, HangWatch
 from .progress import Progress
 from .stragglers import Exchange, Straggler
-from .stream import Event, Stream
+from .stream import Event, Stream, event, step_event
 from .summary import Summary
-from .system import System
+from .system import system_values
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
 # A look at the trace finds cold caches, which costs more than the steps that it takes: as few looks as the ring allows.
@@ -86,7 +85,7 @@ class Collector:
         self._reader, self._stream, self._rank = reader, stream, rank
         self._samples_of, self._rates_of, self._setup, self._place = samples_of, rates_of, setup, place
         self._hangs, self._progress = hangs, progress
-        self.follow(device)
+        self.device = device
         self._exchange: Exchange | None = None  # from the time at which several ranks are connected
         self._has_warned = False
         self._due = dict.fromkeys(("system", "advice"), time.monotonic() + 1.0)
@@ -95,11 +94,6 @@ class Collector:
         self._has_stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="drivetrain-monitor", daemon=True)
-
-    def follow(self, device: torch.device) -> None:
-        """Measures the use of that device from now on."""
-        self._device = device
-        self._system = System(device)
 
     def start(self) -> None:
         """Starts the thread that takes steps from the trace."""
@@ -126,7 +120,7 @@ class Collector:
                 self._period = period
                 self._compare()
             if is_last or self._is_due("system", _SYSTEM_S):
-                self._send("system", values=self._system.sample(), dropped=self._stream.dropped())
+                self._send("system", values=system_values(self.device), dropped=self._stream.dropped())
             if self._progress is not None:
                 self._progress.show()
 
@@ -138,7 +132,7 @@ class Collector:
                 self.poll()
             except Exception:
                 _logger.exception("monitor: a defect of drivetrain; the training goes on, and the monitor too")
-            is_busy = self._device.type == "cuda" or is_filling(
+            is_busy = self.device.type == "cuda" or is_filling(
                 self.num_steps - num_steps, self._reader.num_read() - num_records, wait_s
             )
             wait_s = _BUSY_POLL_S if is_busy else _LONE_POLL_S if self._exchange is None else _POLL_S
@@ -164,7 +158,7 @@ class Collector:
         if account.step == OUTSIDE:
             return None
         self.num_steps = account.step
-        if self._device.type == "cpu" and torch.cuda.is_initialized() and not self._has_warned:
+        if self.device.type == "cpu" and torch.cuda.is_initialized() and not self._has_warned:
             self._has_warned = True
             _logger.warning(
                 "monitor: times are of the host, and CUDA runs behind it. A phase shows when work was enqueued or "

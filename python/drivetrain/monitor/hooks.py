@@ -159,8 +159,8 @@ class _MarkedIterator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return type(self._own)
 
 

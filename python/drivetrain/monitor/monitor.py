@@ -19,14 +19,13 @@ from .. import _C
 from ..phases import span
 from .advice import Setup
 from .collector import OUTSIDE, Collector
-from .events import event
 from .flops import FlopCount, obstacle_to_counting, peak_flops
 from .hangs import LIMIT_S, Hang, HangWatch, print_stacks_on_request
 from .hooks import Batches, Hooks, first_dimension
 from .progress import Progress
 from .sinks import make_sinks
 from .stragglers import Straggler
-from .stream import Sink, Stream
+from .stream import Sink, Stream, event
 from .summary import Summary
 
 _NO_RATES: dict[str, float | None] = {"mfu": None, "hfu": None}
@@ -307,7 +306,7 @@ class Monitor:
             if device.type == "cuda" and not _why_not_followed(device):
                 assert self._collector is not None
                 self._follow(device)
-                self._collector.follow(device)
+                self._collector.device = device
         self._has_stepped = True
         if not self._has_loader:
             self._end_step()

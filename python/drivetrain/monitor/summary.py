@@ -12,8 +12,7 @@ from pathlib import Path
 
 from ..notebook import html_table, text_table
 from ..phases import LABELS
-from .events import VERSION
-from .stream import Event
+from .stream import VERSION, Event
 
 _WARM_UP = 3  # steps that do not count, if there are more: memory is first touched, buckets and workers start
 _STEPS_KEPT = 10_000

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base ** (power + 1)
-    for unit, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT")
-}
 _SHARDS = (None, "optimizer", "gradients")
 _ENGINES = ("drivetrain", "torch")
 
@@ -80,20 +74,6 @@ class Options:
     @property
     def num_hosts(self) -> int:
         return math.ceil(self.world_size / self.per_host)
-
-
-def bytes_of(size: int | str | None, name: str) -> int | None:
-    """Converts a size such as "70GiB" to bytes.
-
-    Raises:
-        ValueError: It is not a size.
-    """
-    if size is None or isinstance(size, int):
-        return size
-    matched = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", size)
-    if matched is None or matched[2] not in _UNITS:
-        raise ValueError(f'{name} is {size!r}, expected a number of bytes, such as "70GiB" or "900MB"')
-    return int(float(matched[1]) * _UNITS[matched[2]])
 
 
 def formatted(num_bytes: float) -> str:

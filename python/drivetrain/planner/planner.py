@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .options import Options, bytes_of
+from ..memory import bytes_of
+from .options import Options
 
 if TYPE_CHECKING:
     from .result import Plan
@@ -63,7 +64,7 @@ def plan(
         optimizer: A class of drivetrain.optim whose states and step count, for a step_fn that does not step.
         state_bits: Format of the optimizer's states in place of the traced ones: 32, 16 or 8.
         master_bits: Format of master weights of 16-bit parameters: 32 or 24.
-        budget: The most bytes of activations kept for backward, such as "20GiB", as for `activation_budget`.
+        budget: The most bytes of activations kept for backward, such as "20GiB" or "50%" of the device's memory.
         accumulate: Micro-batches of a step.
         shard: "optimizer" divides optimizer states among the ranks, "gradients" gradients as well.
         release: Backward steps each parameter and frees its gradient, as `step_in_backward` does.
@@ -94,6 +95,7 @@ def plan(
             raise ValueError(f"{name} is {size!r}, expected a whole number of 1 or more, or None")
     if optimizer is not None and not isinstance(optimizer, str):
         raise TypeError(f"optimizer is {optimizer!r}, expected the name of a class, such as 'AdamW'")
+    found = device_of(device, devices)
     options = Options(
         world_size=world_size,
         per_host=per_host,
@@ -101,13 +103,12 @@ def plan(
         bucket_mib=bucket_mib,
         shard=shard,
         accumulate=accumulate,
-        budget=bytes_of(budget, "budget"),
+        budget=None if budget is None else bytes_of(budget, found.memory_bytes),
         state_bits=state_bits,
         master_bits=master_bits,
         release=release,
         expandable=expandable,
     )
-    found = device_of(device, devices)
     if not isinstance(calibrate, int | float) or not calibrate >= 0:
         raise ValueError(f"calibrate is {calibrate!r}, expected True, False or a number of seconds")
     if calibrate and found.kind != "cpu":

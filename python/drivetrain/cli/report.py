@@ -49,10 +49,9 @@ def of_child(models_before: int, optimizers_before: int) -> None:
         optimizers_before: Number of optimizers that the parent had constructed.
     """
     models, optimizers = defaults.constructed[models_before:], left_to_torch.constructed[optimizers_before:]
-    lines = [f"wrapped: {'; '.join(models)}"] if models else []
-    if optimizers:
-        lines.append(f"optimizers: {'; '.join(optimizers)}")
+    found = {"wrapped": models, "optimizers": optimizers}
     if _speaks_for_the_job():
+        lines = [f"{what}: {'; '.join(built)}" for what, built in found.items() if built]
         _say(f"drivetrain run, {current_process().name}", lines)
 
 

@@ -81,12 +81,11 @@ def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize
         put(dist, "init_process_group", _pretended_group(world_size))
         put(dist, "TCPStore", lambda *_, **__: torch._C._distributed_c10d.HashStore())
         put(torch.multiprocessing, "spawn", _spawn)
-        wrapper = _wrapper()
-        put(nn.parallel, "DistributedDataParallel", wrapper)
+        put(nn.parallel, "DistributedDataParallel", DistributedDataParallel)
         import drivetrain
         from drivetrain.data import Prefetcher
 
-        put(drivetrain, "DistributedDataParallel", wrapper)
+        put(drivetrain, "DistributedDataParallel", DistributedDataParallel)
         put(Prefetcher, "__iter__", loaded_ahead)
         if world_size > 1:
             stack.enter_context(mock.patch.dict(os.environ, _LAUNCHER, WORLD_SIZE=str(world_size)))
@@ -176,22 +175,18 @@ def _pretended_group(world_size: int) -> Callable[..., None]:
     return init
 
 
-def _wrapper() -> type[nn.Module]:
-    class DistributedDataParallel(nn.Module):
-        """Calls the wrapped module. The plan adds buffers and communication itself."""
+class DistributedDataParallel(nn.Module):
+    """Calls the wrapped module. The plan adds buffers and communication itself."""
 
-        def __init__(self, module: nn.Module, *_: object, **__: object) -> None:
-            super().__init__()
-            self.module = module
+    def __init__(self, module: nn.Module, *_: object, **__: object) -> None:
+        super().__init__()
+        self.module = module
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module(*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
-        @contextlib.contextmanager
-        def no_sync(self) -> Iterator[None]:
-            yield
-
-    return DistributedDataParallel
+    def no_sync(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
 
 class _OnTheCpu(TorchFunctionMode):

@@ -23,6 +23,7 @@ from .timing import TimePlan, plan_time
 from .trace import StepTrace
 from .workspaces import cpu_workspaces
 
+_TIMES = ("step_s", "forward_s", "backward_s", "optimizer_s", "communication_s", "exposed_s")
 _Retrace = Callable[[str, "int | None", "int | None"], StepTrace]
 
 
@@ -236,12 +237,7 @@ class Plan:
             "reserved_bytes": memory.peak_reserved,
             "capacity_bytes": memory.capacity,
             "at_peak": memory.at_peak,
-            "step_s": time.step_s,
-            "forward_s": time.forward_s,
-            "backward_s": time.backward_s,
-            "optimizer_s": time.optimizer_s,
-            "communication_s": time.communication_s,
-            "exposed_s": time.exposed_s,
+            **{name: getattr(time, name) for name in _TIMES},
             "mfu": time.mfu,
             "samples_per_s": time.samples_per_s if time.samples else None,
             "epoch_s": self.epoch_s(self.trace.epoch_samples) if time.samples and self.trace.epoch_samples else None,

@@ -6,24 +6,12 @@ other calls the model several times per step.
 
 from torch.optim import LBFGS, SparseAdam
 
-from .adadelta import Adadelta
 from .adafactor import Adafactor
-from .adagrad import Adagrad
-from .adam import Adam, AdamW
-from .adamax import Adamax
 from .adamw_schedule_free import AdamWScheduleFree
-from .adan import Adan
-from .adopt import ADOPT
-from .asgd import ASGD
 from .clip_grad import clip_grad_norm_
-from .lamb import LAMB
-from .lion import Lion
+from .element_wise import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 from .muon import Muon
-from .nadam import NAdam
-from .radam import RAdam
-from .rmsprop import RMSprop
-from .rprop import Rprop
-from .sgd import SGD
+from .of_papers import ADOPT, LAMB, Adan, Lion
 from .sharded.full_state import full_state_dict
 
 __all__ = [

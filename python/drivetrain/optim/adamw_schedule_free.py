@@ -1,7 +1,5 @@
 """Schedule-free AdamW, which torch lacks, with the interface of torch's classes."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -9,14 +7,13 @@ from typing_extensions import Unpack
 
 from .. import _C
 from . import precision
-from .arguments import check_arguments
 from .base import FusedOptimizer
-from .declaration import StepOptions, check_names, follows
-from .rule import Rule, hypers
+from .declaration import StepOptions, follows
+from .rule import Group, Numbers, Rule, hypers
 from .sharded import dtensors, pieces
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+def _numbers(group: Group) -> Numbers:
     if group["betas"][0] == 0:
         raise ValueError("betas[0] is 0, expected a number above 0 and below 1: the average follows from it")
     if not group["train_mode"]:
@@ -24,13 +21,13 @@ def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
     return hypers(group, "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power", "maximize")
 
 
-@follows(Rule("adamw_schedule_free", _numbers, copies="z", scalar_dtype=torch.float64))
+@follows(Rule("adamw_schedule_free", _numbers, copies="z", scalar_dtype=torch.float64, constants={"train_mode": True}))
 class AdamWScheduleFree(FusedOptimizer):
     """Schedule-free AdamW: averages iterates in place of a learning rate schedule.
 
     During training, parameters are at the point y where the method takes gradients. Call `eval()` before evaluation or
     before saving the model: it moves them to the average x. Call `train()` before the next step. Parameters start in
-    training mode. :class:`drivetrain.optim.Adam` lists the dtypes and devices.
+    training mode.
 
     The state holds the third point, z, and the scalars of the average in float64. Moving 16-bit parameters to x and
     back rounds them, except with `master_bits`.
@@ -63,25 +60,7 @@ class AdamWScheduleFree(FusedOptimizer):
         *,
         maximize: bool = False,
         **options: Unpack[StepOptions],
-    ) -> None:
-        check_names(AdamWScheduleFree.__init__, options)
-        check_arguments(lr, betas, weight_decay, eps)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-            "maximize": maximize,
-            "train_mode": True,
-        }
-        super().__init__(
-            params,
-            defaults,
-            **options,
-        )
+    ) -> None: ...
 
     def eval(self) -> None:
         """Moves the parameters to the average x. Does nothing in evaluation mode.
@@ -107,7 +86,7 @@ class AdamWScheduleFree(FusedOptimizer):
         if swapped is not None:
             swapped.gather()
 
-    def _move_toward_z(self, param: Tensor, group: dict[str, Any], weight: float) -> None:
+    def _move_toward_z(self, param: Tensor, group: Group, weight: float) -> None:
         state = dtensors.local_values(param, self.state.get(param, {}))
         if not precision.has_state(state, "z"):
             return  # It has not been stepped, so that all points are one.

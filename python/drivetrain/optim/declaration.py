@@ -7,17 +7,16 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar
 
 import torch
+from torch import Tensor
 
-from .arguments import check_arguments
 from .base import FusedOptimizer
 from .precision import StateBits
-from .rule import Rule, register, torchs_base, unhooked
+from .rule import Rule, rules, torchs_base, unhooked
 
 Class = TypeVar("Class", bound=type)
-Init = TypeVar("Init", bound=Callable[..., None])
 _WIDTH = 8  # spaces before an argument's name in a class's docstring
 
 
@@ -59,26 +58,35 @@ _COMMON = {
     "min_8bit_size": "Keeps states of parameters with fewer elements in float32 where states have 8 bits.",
     "rounding": 'Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".',
 }
-_RAISES = """
-    Raises:
-        NotImplementedError: `differentiable` is True.
-        ValueError: A hyperparameter is out of range, as under torch."""
+_AS_TORCHS = "{0}: torch.optim.{0} with a native step over all parameters; arguments, state and results are torch's."
+_DTYPES = """
+    Takes float32, float64, bfloat16, float16 and complex parameters on the CPU and on CUDA devices. The arithmetic is
+    float32, or float64 for float64 parameters. 16-bit parameters may have float32 gradients (`grad_dtype`).
+"""
+_RAISES = "\n    Raises:\n        ValueError: A hyper-parameter is out of range, as under torch."
+_RAISES_TOO = "\n        NotImplementedError: `differentiable` is True."
 
 
 def follows(rule: Rule) -> Callable[[Class], Class]:
-    """Gives a class of optimizers its rule, the common options, and a step that other classes may borrow as torch's."""
+    """Completes a declared class of optimizers.
+
+    It gets its rule, the common options, a docstring with every argument, and a step that other classes may borrow as
+    torch's. A constructor without a body passes every argument to the base under its own name.
+    """
 
     def describe(cls: Class) -> Class:
-        register(cls, rule)
+        rules[cls] = rule
+        ours: Any = cls
+        if not ours.__init__.__code__.co_names:  # a declaration, whose body is `...`
+            ours.__init__ = _passing_on(ours.__init__, rule)
         _add_options(cls)
-        ours: Any = cls.step  # type: ignore[attr-defined]
-        torchs = torchs_base(cls)
+        own_step, torchs = ours.step, torchs_base(cls)
 
-        @functools.wraps(ours)
+        @functools.wraps(own_step)
         def step(self: Any, closure: Any = None) -> Any:
-            return ours(self, closure) if isinstance(self, cls) else unhooked(torchs.step)(self, closure)
+            return own_step(self, closure) if isinstance(self, cls) else unhooked(torchs.step)(self, closure)
 
-        cls.step = step  # type: ignore[attr-defined]
+        ours.step = step
         return cls
 
     return describe
@@ -90,8 +98,7 @@ def check_names(constructor: Callable[..., None], options: Mapping[str, object])
         raise TypeError(f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}")
 
 
-def passes_on(declared: Init) -> Init:
-    """Makes a constructor of its declaration: every argument goes to the base under its own name."""
+def _passing_on(declared: Callable[..., None], rule: Rule) -> Callable[..., None]:
     declaration = inspect.signature(declared)
 
     @functools.wraps(declared)
@@ -107,10 +114,25 @@ def passes_on(declared: Init) -> Init:
         if torchs_base(type(self)) is not torch.optim.Optimizer:
             FusedOptimizer.__init__(self, params, **hypers, **options)
             return
-        check_arguments(**{name: hypers[name] for name in ("lr", "betas", "weight_decay", "eps") if name in hypers})
-        FusedOptimizer.__init__(self, params, hypers, **options)
+        _check_arguments(**{name: hypers[name] for name in ("lr", "betas", "weight_decay", "eps") if name in hypers})
+        FusedOptimizer.__init__(self, params, {**hypers, **rule.constants}, **options)
 
-    return cast(Init, constructor)
+    return constructor
+
+
+def _check_arguments(lr: float | Tensor, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:
+    """Raises ValueError, with torch's messages, for arguments out of range."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
 def _add_options(cls: type) -> None:
@@ -122,19 +144,22 @@ def _add_options(cls: type) -> None:
     init.__signature__ = signature.replace(parameters=parameters)
     init.__annotations__ = {each.name: each.annotation for each in parameters[1:]} | {"return": None}
     if cls.__doc__ is not None:  # python -OO
-        cls.__doc__ = _documented(cls.__doc__, [each.name for each in parameters[1:]])
+        cls.__doc__ = _documented(cls.__doc__, cls, [each.name for each in parameters[1:]])
 
 
-def _documented(text: str, names: list[str]) -> str:
-    """Returns a class's docstring with one entry for each argument."""
+def _documented(text: str, cls: type, names: list[str]) -> str:
+    """Returns a class's docstring with what holds for all classes, and one entry for each argument."""
+    if torchs_base(cls) is not torch.optim.Optimizer:
+        text = f"{_AS_TORCHS.format(cls.__name__)}\n\n    {text}"
     text, separator, raises = text.partition("\n    Raises:")
     head, _, own = text.partition("\n    Args:\n")
+    summary, _, more = head.rstrip().partition("\n\n")
     starts = [*re.finditer(rf"^ {{{_WIDTH}}}(\w+): ", own, re.MULTILINE)]
     ends = [*(each.start() for each in starts[1:]), len(own)]
     described = {each[1]: own[each.end() : end].strip() for each, end in zip(starts, ends, strict=True)}
     entries = [f"{' ' * _WIDTH}{name}: {described[name]}" if name in described else _entry(name) for name in names]
-    end = separator + raises if separator else f"{_RAISES}\n    "
-    return "\n".join([head.rstrip(), "\n    Args:", *entries, end])
+    end = separator + raises if separator else f"{_RAISES}{_RAISES_TOO if 'differentiable' in names else ''}\n    "
+    return "\n".join([summary, _DTYPES, *([more, ""] if more else []), "    Args:", *entries, end])
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Muon: torch's class with the native step."""
+"""Muon: torch's class with the native step, and AdamW for parameters that are not matrices."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,17 +9,20 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from . import muon_fallback
-from .adam import NUMBERS, adam_name
+from . import precision
 from .base import FusedOptimizer
 from .declaration import StepOptions, check_names, follows
+from .element_wise import NUMBERS, adam_name
 from .engine import Engine
 from .kept import kept_of
 from .left_to_torch import constructed
-from .rule import Rule, hypers, learning_rate
+from .rule import Group, Numbers, Rule, hypers
+
+# The options of a group that AdamW steps, with the defaults of torch.optim.AdamW.
+_FALLBACK: Group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False}
 
 
-def _check(group: dict[str, Any]) -> None:
+def _check(group: Group) -> None:
     """Checks the options that torch's constructor does not check."""
     steps, coefficients = group["ns_steps"], group["ns_coefficients"]
     if not group["eps"] >= 0:
@@ -32,56 +35,33 @@ def _check(group: dict[str, Any]) -> None:
         raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
 
 
-def _gathers(param: Any, group: dict[str, Any]) -> bool:
-    return not group.get("fallback")
-
-
-def _also(group: dict[str, Any]) -> set[str]:
-    return {*muon_fallback.DEFAULTS} if group.get("fallback") else set()
-
-
-def _name(group: dict[str, Any]) -> str:
-    return adam_name(group) if group.get("fallback") else "muon"
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, float | Tensor]:
+def _numbers(group: Group) -> Numbers:
     if group.get("fallback"):
         return hypers({**group, "decoupled_weight_decay": True, "maximize": False}, *NUMBERS)
     _check(group)
-    a, b, c = group["ns_coefficients"]
-    return {
-        "lr": learning_rate(group),
-        "weight_decay": group["weight_decay"],
-        "momentum": group["momentum"],
-        "nesterov": group["nesterov"],
-        "eps": group["eps"],
-        "ns_a": float(a),
-        "ns_b": float(b),
-        "ns_c": float(c),
-        "ns_steps": group["ns_steps"],
-        "match_rms_adamw": group["adjust_lr_fn"] == "match_rms_adamw",
-    }
+    names = ("weight_decay", "momentum", "nesterov", "eps", ("ns_coefficients", "ns_a", "ns_b", "ns_c"), "ns_steps")
+    return hypers(group, *names) | {"match_rms_adamw": group["adjust_lr_fn"] == "match_rms_adamw"}
 
 
-@follows(Rule(_name, _numbers, gathers=_gathers, also=_also))
+@follows(
+    Rule(
+        lambda group: adam_name(group) if group.get("fallback") else "muon",
+        _numbers,
+        gathers=lambda param, group: not group.get("fallback"),
+        also=lambda group: set(_FALLBACK) if group.get("fallback") else set(),
+    )
+)
 class Muon(FusedOptimizer, torch.optim.Muon):
-    """Muon: torch.optim.Muon with a native step over all parameters.
-
-    The constructor's arguments, the state and the results are torch's. Takes real parameters of two dimensions;
-    :class:`drivetrain.optim.Adam` lists the dtypes and devices.
+    """Parameters are matrices and not complex.
 
     With `fallback`, the same optimizer steps all other parameters with AdamW. Parameters that are not matrices go to a
     group of their own, after the matrices' groups. Give embeddings and output layers, which are matrices, as groups
     with `fallback=True`. Each group of AdamW takes the options of `fallback` unless it has its own.
 
-    A step makes one pass over gradient and momentum, which leaves the momentum in bfloat16. Newton-Schulz runs on that
-    in bfloat16, as in torch, in batches of matrices of one shape. One pass updates the parameter with the result. The
-    matrix products take nearly all of the time. They are torch's, so the last bits of a step may depend on threads,
-    processor and device; the momentum's bits do not. On a CPU without bfloat16 products, a product runs in float32 and
-    is then rounded, which takes a thirtieth of the time.
-
-    On CUDA a step takes one launch for the step's scalars and two per batch, without torch's products. A
-    skipped step still runs the products, because the host does not know of it, and writes nothing.
+    Newton-Schulz runs in bfloat16, as in torch, in batches of matrices of one shape. The matrix products are torch's,
+    so the last bits of a step may depend on threads, processor and device; the momentum's bits do not. On a CPU without
+    bfloat16 products, a product runs in float32 and is then rounded. On CUDA a skipped step still runs the products,
+    because the host does not know of it, and writes nothing.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", as torch implements it.
     `adjust_lr_fn` follows Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2.
@@ -119,23 +99,15 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         **options: Unpack[StepOptions],
     ) -> None:
         check_names(Muon.__init__, options)
-        others: list[dict[str, Any]] = []
+        others: list[Group] = []
         if fallback is not None:
-            muon_fallback.check(fallback)
+            _check_fallback(fallback)
             # torch's constructor takes matrices only, so that the other groups come after it.
-            parts = [muon_fallback.split(group, fallback) for group in muon_fallback.groups_of(params)]
+            parts = [_split(group, fallback) for group in _groups_of(params)]
             others = [other for _, other in parts if other is not None]
             params = [own for own, _ in parts if own is not None] or [{"params": [], "fallback": False}]
         super().__init__(
-            params,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
+            *(params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn),
             fallback=None if fallback is None else dict(fallback),
             **options,
         )
@@ -149,35 +121,84 @@ class Muon(FusedOptimizer, torch.optim.Muon):
 
         With `fallback` it may add two groups: the matrices, and the other parameters for AdamW.
         """
-        fallback = kept_of(self).fallback
-        if fallback is None or not isinstance(param_group, dict) or "params" not in param_group:
-            _add_group(self, super().add_param_group, param_group)
-            return
-        count = len(self.param_groups)
+        fallback, count = kept_of(self).fallback, len(getattr(self, "param_groups", []))
+        parts: Iterable[Any] = [param_group]
+        if fallback is not None and isinstance(param_group, dict) and "params" in param_group:
+            parts = (part for part in _split(param_group, fallback) if part is not None)
         try:
-            for part in muon_fallback.split(param_group, fallback):
-                if part is not None:
-                    _add_group(self, super().add_param_group, part)
+            for part in parts:
+                if isinstance(part, dict) and not part.get("fallback"):
+                    _check(self.defaults | part)
+                elif isinstance(part, dict) and fallback is None:
+                    raise ValueError("a group has fallback=True, but Muon got no fallback: pass AdamW's options, or {}")
+                super().add_param_group(part)
+                _check_matrices(self.param_groups[-1], len(self.param_groups) - 1)
         except BaseException:
             del self.param_groups[count:]
             raise
 
 
-def _add_group(optimizer: Any, torchs_add: Callable[[dict[str, Any]], None], param_group: dict[str, Any]) -> None:
-    if isinstance(param_group, dict):
-        if not param_group.get("fallback"):
-            _check(optimizer.defaults | param_group)
-        elif kept_of(optimizer).fallback is None:
-            raise ValueError("a group has fallback=True, but Muon got no fallback: pass AdamW's options, or {}")
-    torchs_add(param_group)
-    group = optimizer.param_groups[-1]
-    if group.get("fallback"):
-        return
-    for index, param in enumerate(group["params"]):
-        if param.ndim != 2:
-            name = group["param_names"][index] if "param_names" in group else index
-            del optimizer.param_groups[-1]
+def _check_matrices(group: Group, index: int) -> None:
+    for place, param in enumerate(group["params"]):
+        if param.ndim != 2 and not group.get("fallback"):
+            name = group["param_names"][place] if "param_names" in group else place
             raise ValueError(
                 f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
-                f"(parameter {name!r} of param_groups[{len(optimizer.param_groups)}]): use AdamW for it"
+                f"(parameter {name!r} of param_groups[{index}]): use AdamW for it"
             )
+
+
+# ---- The fallback: which parameters AdamW steps, and with which options.
+
+
+def _check_fallback(fallback: object) -> None:
+    """Raises TypeError unless `fallback` is a dict of AdamW's options and drivetrain's storage options."""
+    if not isinstance(fallback, dict):
+        raise TypeError(f"fallback is a {type(fallback).__name__}, expected a dict of AdamW's options")
+    known = _FALLBACK.keys() | precision.DEFAULTS.keys()
+    for name in fallback:
+        if name not in known:
+            raise TypeError(
+                f"fallback has {name!r}, which AdamW has no option for; it takes: {', '.join(sorted(known))}"
+            )
+
+
+def _groups_of(params: Any) -> list[Group]:
+    """Returns the constructor's parameters as a list of groups, as torch makes them.
+
+    Raises:
+        TypeError: The parameters are one tensor, or no iterable.
+    """
+    if isinstance(params, Tensor):
+        raise TypeError(
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got " + params.type()
+        )
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params is a {type(params).__name__}, expected an iterable of tensors, pairs or dicts")
+    given = list(params)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")  # torch's words
+    return [*given] if isinstance(given[0], dict) else [{"params": given}]
+
+
+def _split(group: Group, fallback: Group) -> tuple[Group | None, Group | None]:
+    """Splits a group into Muon's part and AdamW's part; None stands for a part without parameters.
+
+    A group with `fallback=True` is AdamW's as a whole. Else its matrices are Muon's, and the other parameters take the
+    fallback's options instead of the group's.
+    """
+    options = _FALLBACK | fallback
+    if group.get("fallback"):
+        return None, options | group
+    params = group["params"]
+    if isinstance(params, set):  # torch's add_param_group() refuses it.
+        return group, None
+    entries = [params] if isinstance(params, Tensor) else list(params)
+    rest = [entry for entry in entries if not _is_matrix(entry)]
+    own = {**group, "params": [entry for entry in entries if _is_matrix(entry)], "fallback": False}
+    return own if own["params"] or not rest else None, options | {"params": rest, "fallback": True} if rest else None
+
+
+def _is_matrix(entry: Any) -> bool:
+    """Returns whether an entry, a parameter or a pair of its name and it, is a matrix; torch refuses other things."""
+    return getattr(entry[1] if isinstance(entry, tuple) else entry, "ndim", 2) == 2

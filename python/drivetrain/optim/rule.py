@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ class Rule:
 
     Attributes:
         name: The native rule by its name in csrc/optim/rules.h, or a function of the group that returns it.
-        numbers: Names of the group's entries that the rule reads in addition to `lr`. Or a function of the group that
-            returns all numbers by their names in the rule. A learning rate on CUDA stays there.
-        initial: Returns the value that fills a state before the first step, from the group and the state's name.
+        numbers: Names of the group's entries that the rule reads in addition to `lr`; see `hypers()`. Or a function of
+            the group that returns all numbers by their names in the rule. A learning rate on CUDA stays there.
+        initials: The values that fill states before the first step, by the state's name, where they are not 0. A string
+            names the group's entry.
         copies: The state that starts as a copy of the parameter.
+        constants: Entries of the groups that are no arguments of the constructor.
         gathers: Returns whether the rule gathers and steps the whole of a sharded DTensor instead of each rank's part.
         step_sparse: Steps parameters with sparse gradients, given the optimizer, their group and them. None where
             torch's class takes no such gradients.
@@ -33,9 +35,10 @@ class Rule:
     """
 
     name: str | Callable[[Group], str]
-    numbers: tuple[str, ...] | Callable[[Group], Numbers]
-    initial: Callable[[Group, str], float] = lambda group, name: 0.0
+    numbers: tuple[str | tuple[str, ...], ...] | Callable[[Group], Numbers]
+    initials: Mapping[str, float | str] = field(default_factory=dict)
     copies: str | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
     gathers: Callable[[Any, Group], bool] = lambda param, group: False
     step_sparse: Callable[[Any, Group, list[Tensor]], None] | None = None
     scalar_dtype: torch.dtype | None = None
@@ -49,29 +52,29 @@ class Rule:
         """Returns the group's numbers by the names that the native rule reads."""
         return hypers(group, *self.numbers) if isinstance(self.numbers, tuple) else self.numbers(group)
 
+    def initial(self, group: Group, name: str) -> float:
+        """Returns the value that fills a state before the first step."""
+        value = self.initials.get(name, 0.0)
+        return float(group[value] if isinstance(value, str) else value)
 
-_rules: dict[type, Rule] = {}
 
-
-def register(cls: type, rule: Rule) -> None:
-    """Gives a class of optimizers its rule."""
-    _rules[cls] = rule
+rules: dict[type, Rule] = {}  # of drivetrain's classes
 
 
 def has_rule(cls: type) -> bool:
     """Returns whether the class is one of drivetrain's, or derives from one."""
-    return any(each in _rules for each in cls.__mro__)
+    return any(each in rules for each in cls.__mro__)
 
 
 def rule_of(cls: type) -> Rule:
     """Returns the rule of a class of optimizers or of the class that it derives from."""
-    return next(_rules[each] for each in cls.__mro__ if each in _rules)
+    return next(rules[each] for each in cls.__mro__ if each in rules)
 
 
 @functools.lru_cache
 def options_of(cls: Any) -> frozenset[str]:
     """Returns the names of the options of the class with a rule, without those that a subclass or a script adds."""
-    ours: Any = next(each for each in cls.__mro__ if each in _rules)
+    ours: Any = next(each for each in cls.__mro__ if each in rules)
     return frozenset(inspect.signature(ours).parameters)
 
 
@@ -121,12 +124,18 @@ def learning_rate(group: Group) -> float | Tensor:
     return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
 
 
-def hypers(group: Group, *names: str) -> Numbers:
-    """Returns the group's learning rate and its entries `names` for the native rule. "betas" gives beta1 and beta2."""
+def hypers(group: Group, *entries: str | tuple[str, ...]) -> Numbers:
+    """Returns the group's learning rate and other entries for the native rule.
+
+    "betas" gives beta1 and beta2. A tuple names an entry and what the rule calls it, or the elements of it.
+    """
     numbers: Numbers = {"lr": learning_rate(group)}
-    for name in names:
-        if name == "betas":
+    for entry in entries:
+        if entry == "betas":
             numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
+        elif isinstance(entry, str):
+            numbers[entry] = group[entry]
         else:
-            numbers[name] = group[name]
+            name, *names = entry
+            numbers |= zip(names, map(float, group[name]) if len(names) > 1 else [group[name]], strict=True)
     return numbers

@@ -89,8 +89,8 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
 
     Args:
         optim: Rebinds the optimizers that drivetrain.optim has, torch.amp.GradScaler and
-            torch.nn.utils.clip_grad_norm_ as well. torch's own step updates the parameters that ours
-            cannot, with a warning.
+            torch.nn.utils.clip_grad_norm_ as well. torch's own step takes over where ours cannot step a
+            parameter, with a warning.
         **ddp_defaults: Arguments for every DistributedDataParallel whose caller does not pass them.
 
     Returns:

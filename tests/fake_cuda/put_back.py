@@ -46,9 +46,9 @@ DEFECTS = [
     Defect(
         "3",
         "Adagrad's counter stays on the CPU at construction",
-        "python/drivetrain/optim/engine.py",
-        "        self.kept.is_in_constructor = False\n        self.place_step_counters()\n",
-        "        self.kept.is_in_constructor = False\n",
+        "python/drivetrain/optim/base.py",
+        "            state_dicts.place_step_counters(engine)\n",
+        "",
         ("tests/optim/test_optim_cuda.py::test_a_step_does_not_wait_for_the_device[adagrad]",),
         (r"its state 'step' is Float of 1 elements on cpu; expected one float32 on cuda:0",),
     ),

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain import _C, optim
 from drivetrain.optim.engine import Engine
+from drivetrain.optim.native_step import complete_states
 from drivetrain.optim.rule import rule_of
 from optim_cases import CASES, cases
 from precision_cases import PRECISIONS
@@ -71,7 +72,7 @@ def test_states_are_made_and_converted_without_a_wait(
     def complete() -> None:
         with NoWaiting(), torch.no_grad():
             lacking = [(param, group, "parameter") for param in params]
-            Engine(optimizer).complete_states(lacking, rule_of(type(optimizer)).name_of(group), optimizer.state, [])
+            complete_states(Engine(optimizer), lacking, rule_of(type(optimizer)).name_of(group), optimizer.state)
 
     complete()
     for param in params:
@@ -133,12 +134,10 @@ def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
         params = [torch.zeros(5, 7, dtype=dtype).t().requires_grad_(), torch.zeros((), dtype=dtype).requires_grad_()]
         optimizer = ours(params, **{**options, "lr": 0.25})
         optimizer.state.clear()
-        written: list[Any] = []
         group = optimizer.param_groups[0]
         with torch.no_grad():
-            Engine(optimizer).complete_states(
-                [(p, group, "p") for p in params], rule_of(type(optimizer)).name_of(group), optimizer.state, written
-            )
+            lacking = [(p, group, "p") for p in params]
+            complete_states(Engine(optimizer), lacking, rule_of(type(optimizer)).name_of(group), optimizer.state)
         initials = {"sum": options.get("initial_accumulator_value", 0.0), "step_size": 0.25}
         scalars = {"step": 0, "mu_product": 1, "eta": 0.25, "mu": 1, "weight_sum": 0, "lr_max": 0}
         for param in params:

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..grad.collected import divide, holds_anything
-from ..optim.arguments import check_max_grad_norm
 from ..optim.base import FusedOptimizer
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.in_backward import StepInBackward
-from ..optim.kept import kept_of
+from ..optim.kept import check_max_grad_norm, kept_of
 from ..wrapped import unwrapped, wrapper_in
 from . import hang_reports
 from .distributed import DistributedDataParallel, checked_weight

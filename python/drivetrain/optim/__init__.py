@@ -12,7 +12,7 @@ from .clip_grad import clip_grad_norm_
 from .element_wise import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 from .muon import Muon
 from .of_papers import ADOPT, LAMB, Adan, Lion
-from .sharded.full_state import full_state_dict
+from .state_dicts import full_state_dict
 
 __all__ = [
     "ADOPT",

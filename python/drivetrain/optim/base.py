@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import precision
-from .arguments import check_max_grad_norm
+from . import precision, state_dicts, step
 from .engine import Engine
-from .in_backward import StepInBackward, step_in_backward
-from .kept import NAME, Kept, extra, kept_of, option, stands_for_torchs
+from .in_backward import StepInBackward
+from .kept import NAME, Kept, check_max_grad_norm, extra, kept_of, option, stands_for_torchs
+from .left_to_torch import end_constructor
 from .report import Report, report_of
 from .sharded import pieces
 
@@ -28,20 +28,10 @@ class FusedOptimizer(torch.optim.Optimizer):
       does. `inf` only measures the norm. A step with gradients that are not finite is skipped, with a warning.
     * zero_grads_in_step: Fills every `.grad` with zeros instead of a later zero_grad(set_to_none=False). On CUDA prefer
       zero_grad(), which sets gradients to None: backward then hands over its gradients instead of adding them to zeros.
-      On an H100 that addition takes 1 ms and 0.47 GiB per step of GPT-2 124M.
 
     Both are attributes too and may change between steps. After a step `.grad` holds the unscaled, clipped gradient, as
-    after torch's own functions. `grad_scale` and `found_inf` are attributes, as in torch's fused optimizers: the step
-    divides gradients by `grad_scale` and updates nothing where `found_inf` is above 0.
-
-    On CUDA step() never waits for the device. Reading `grad_norm` or `last_step_skipped` does. A skipped step gives no
-    warning there, and the states that a first step creates remain, although it was skipped. Only SGD's dampening
-    depends on that: the first gradient then counts less. A hyper-parameter other than `lr` that is a CUDA tensor makes
-    step() wait, as in torch.
-
-    Step counters of CUDA parameters are float32 tensors on their device, as with torch's fused optimizers; loading a
-    state moves them there. A step may be captured into a CUDA graph once a step outside the graph has created the
-    states. Replays follow a learning rate that is a tensor on the device. `capturable` has no effect.
+    after torch's own functions. The step divides gradients by the attribute `grad_scale`, and updates nothing where
+    `found_inf` is above 0, as torch's fused optimizers do.
 
     Four arguments choose storage formats. Each may also be a key of a parameter group and may change between steps. The
     arithmetic stays in float32.
@@ -50,26 +40,26 @@ class FusedOptimizer(torch.optim.Optimizer):
       share a float32 scale per block of 256. None keeps the parameter's dtype, as torch does, but float32 for
       float16 parameters with a master or a `rounding`. Vectors of at most 65,536 elements and parameters of fewer than
       `min_8bit_size` elements keep float32 instead of 8 bits.
-    * master_bits: Keeps 32 or 24 bits of 16-bit parameters; None keeps their 16 bits. A bfloat16 parameter holds the
-      leading half of its float32 value, rounded with ties away from zero. The state keeps the remainder in
-      `param_remainder`: int16, which loses nothing, or int8. A float16 parameter is a copy of a float32 tensor in the
-      state, `param_master`; it supports only 32.
+    * master_bits: Keeps 32 or 24 bits of 16-bit parameters; None keeps their 16 bits. The state keeps the remainder of
+      a bfloat16 parameter in `param_remainder`: int16, which loses nothing, or int8. A float16 parameter is a copy of a
+      float32 tensor in the state, `param_master`; it supports only 32.
     * rounding: Applies to 16-bit parameters without a master. "stochastic" rounds up with a probability equal to the
-      distance from the lower value. Its random bits depend only on the parameter's position, the step and the element's
-      index, so every rank and run draws the same. "kahan" keeps the rounding error in the state, in the parameter's
-      dtype, as `param_compensation`.
+      distance from the lower value, and every rank and run draws the same. "kahan" keeps the rounding error in the
+      state, in the parameter's dtype, as `param_compensation`.
 
-    Each rank steps its own part of DTensor parameters (fully_shard(), tensor parallelism, HSDP). The result has the
-    bits of a step of the whole parameter, and only norms need communication. States are DTensors with the parameter's
-    placements, as in torch's classes. torch.distributed.checkpoint.state_dict saves and loads them on any number of
-    ranks. Three things depend on the part: the blocks of 8-bit states, which are plain tensors in `state`;
-    `min_8bit_size`; and the element's index in stochastic rounding. `max_grad_norm` clips the norm over all ranks'
-    parts and counts each distinct part once. The step redistributes gradients of other placements, such as partial
-    sums, in `.grad`. LAMB's norms and Adafactor's means are summed over the ranks; Muon gathers its matrices one at a
-    time.
+    On CUDA step() never waits for the device. Reading `grad_norm` or `last_step_skipped` does. A skipped step gives no
+    warning there, and the states that a first step creates remain. Only SGD's dampening depends on that: the first
+    gradient then counts less. A hyper-parameter other than `lr` that is a CUDA tensor makes step() wait, as in torch.
+    Step counters of CUDA parameters are float32 tensors on their device; loading a state moves them there. A step may
+    be captured into a CUDA graph once a step outside the graph has created the states. Replays follow a learning rate
+    that is a tensor on the device.
 
-    Under DistributedDataParallel(shard=...) each rank steps its rows of plain parameters in the same way. States are
-    DTensors of the parameters' shapes. After a step that unscales, clips or zeroes, only these rows of `.grad` show it.
+    Each rank steps its own part of DTensor parameters, with the bits of a step of the whole parameter. States are
+    DTensors with the parameter's placements. Three things depend on the part: the blocks of 8-bit states, which are
+    plain tensors in `state`; `min_8bit_size`; and the element's index in stochastic rounding. `max_grad_norm` clips the
+    norm over all ranks' parts and counts each distinct part once. The step redistributes gradients of other placements
+    in `.grad`. Under DistributedDataParallel(shard=...) each rank steps its rows of plain parameters in the same way.
+    After a step that unscales, clips or zeroes, only these rows of `.grad` show it.
 
     csrc/optim/rules/ has the arithmetic, and csrc/optim/rules.h the names of each rule's states.
     """
@@ -94,12 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         kept.is_in_constructor = True
         check_max_grad_norm(max_grad_norm)
         kept.max_grad_norm, kept.zero_grads_in_step = max_grad_norm, zero_grads_in_step
-        asked = {
-            "state_bits": state_bits,
-            "master_bits": master_bits,
-            "min_8bit_size": min_8bit_size,
-            "rounding": rounding,
-        }
+        asked = dict(zip(precision.DEFAULTS, (state_bits, master_bits, min_8bit_size, rounding), strict=True))
         precision.check(asked)
         # Groups without such options keep torch's keys only.
         kept.formats = {name: value for name, value in asked.items() if value != precision.DEFAULTS[name]}
@@ -107,12 +92,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         kept.has_options = is_asked or not stands_for_torchs(type(self))
         kept.fallback = fallback
         engine = Engine(self)
-        engine.refuse_unsupported(kwargs)
+        step.refuse_options(engine, kwargs)
         if len(args) == 2 and isinstance(args[1], dict):  # a subclass calls the base of torch's class: super(SGD, self)
             torch.optim.Optimizer.__init__(self, *args, **kwargs)
         else:
             super().__init__(*args, **kwargs)
-        if engine.constructed():
+        if end_constructor(engine):
+            state_dicts.place_step_counters(engine)
+            engine.find_devices()
             self.__dict__.pop("_step_supports_amp_scaling", None)  # torch's fused classes set it
 
     @overload
@@ -144,30 +131,28 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "torch.compile(fullgraph=True) compiles, or leave fullgraph out."
             )
             return _step_outside_the_graph(self, closure)
-        return Engine(self).step(closure)
+        return step.step(Engine(self), closure)
 
     def step_in_backward(
         self, model: nn.Module, *, clip_by_previous_norm: float | None = None, bucket_cap_mb: float = 25.0
     ) -> StepInBackward:
         """Steps each of the model's parameters during backward, as soon as its gradient exists, and frees the gradient.
 
-        Gradients then take the memory of one bucket at a time. With bfloat16 parameters, `master_bits=24` and
-        `state_bits=8`, training keeps 5 bytes per parameter. Under drivetrain's DistributedDataParallel a bucket is
+        Gradients then take the memory of one bucket at a time. Under drivetrain's DistributedDataParallel a bucket is
         stepped once it is reduced, while backward and other reductions continue. Buckets then share the memory of a
         few, except with find_unused_parameters, a static graph or main_grads(), where the flat gradient buffer stays.
         Every rank must call this, and not during backward.
 
         The training loop stays the same except for clipping, which must go. `step()` then steps the parameters that
         backward has not stepped, for example those outside the model; hooks on steps and schedulers still work.
-        `zero_grad()` finds no gradients. Backward uses the learning rates of its own time. To accumulate micro-batches,
-        run all but the last backward under the returned object's `no_step()`, or all of them in
-        drivetrain.accumulate(). A backward that steps adds its gradients to existing ones and steps with the sum.
+        Backward uses the learning rates of its own time. To accumulate micro-batches, run all but the last backward
+        under the returned object's `no_step()`, or all of them in drivetrain.accumulate(). A backward that steps adds
+        its gradients to existing ones and steps with the sum.
 
         Limitations: an exception inside backward leaves some parameters stepped. Gradients that are not finite are
         used. A parameter whose gradient arrives in several parts in one backward, as with reentrant activation
         checkpointing, is stepped with each part. Only one thread's backward may step. `max_grad_norm` and GradScaler
-        raise, because they need all gradients before the first update. A scaler raises at its step, after the first
-        backward.
+        raise, because they need all gradients before the first update.
 
         Args:
             model: Contains some of this optimizer's parameters. Wrap it into DistributedDataParallel first.
@@ -188,7 +173,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: step_in_backward() is active already, or a DistributedDataParallel outside the model reduces
                 some of the parameters. If that wraps them later, backward raises.
         """
-        return step_in_backward(self, model, clip_by_previous_norm, bucket_cap_mb)
+        found = kept_of(self).in_backward = StepInBackward(self, model, clip_by_previous_norm, bucket_cap_mb)
+        return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does, and rejects the options that the constructor rejects.
@@ -202,7 +188,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         After an error the optimizer has the groups that it had before.
         """
-        Engine(self).add_group(super().add_param_group, param_group)
+        step.add_group(Engine(self), super().add_param_group, param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {NAME: kept_of(self)}
@@ -210,7 +196,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Accepts torch's state, whichever of its implementations wrote it, and moves step counters to their device."""
         super().__setstate__(state)
-        Engine(self).restore()
+        state_dicts.restore(Engine(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict as torch does, but every state keeps the dtype in which it was saved.
@@ -224,8 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
             After an error the optimizer has the groups and states that it had before.
         """
-
-        Engine(self).load(super().load_state_dict, state_dict)
+        state_dicts.load(Engine(self), super().load_state_dict, state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict as torch does; groups with drivetrain's options also hold the version of its formats.
@@ -234,7 +219,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         number of ranks has other parts. After loading, the next step converts them to 8 bits again, to the same codes
         where the parts are the same.
         """
-        return Engine(self).save(super().state_dict)
+        return state_dicts.save(Engine(self), super().state_dict)
 
     def torch_state_dict(self) -> dict[str, Any]:
         """Returns state_dict() in torch's own layout, for training to continue with torch's class.
@@ -243,7 +228,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         move to the CPU unless the group sets `fused` or `capturable`. load_state_dict() loads it back. torch's state
         has no place for the bits of a master beyond the parameter's; float32_value() returns them.
         """
-        return Engine(self).torch_state_dict()
+        return state_dicts.torch_state_dict(Engine(self))
 
     def float32_value(self, param: Tensor) -> Tensor:
         """Returns a parameter's value as a new float32 tensor of its shape.
@@ -253,7 +238,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             KeyError: The parameter is not this optimizer's.
         """
-        return Engine(self).float32_value(param)
+        return state_dicts.float32_value(Engine(self), param)
 
     def float32_state(self, param: Tensor) -> dict[str, Any]:
         """Returns a new dict with a parameter's state, in which 8-bit entries are float32 tensors of its shape.
@@ -267,7 +252,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             KeyError: The parameter is not this optimizer's.
             TypeError: An entry for 8-bit codes holds something else.
         """
-        return Engine(self).float32_state(param)
+        return state_dicts.float32_state(Engine(self), param)
 
     def report(self) -> Report:
         """Reports memory per parameter, bytes moved by a step, rounding losses, and clipped and skipped steps.
@@ -320,4 +305,4 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 @_disable_dynamo
 def _step_outside_the_graph(optimizer: FusedOptimizer, closure: Callable[[], float] | None) -> float | None:
-    return Engine(optimizer).step(closure)
+    return step.step(Engine(optimizer), closure)

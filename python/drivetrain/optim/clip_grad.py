@@ -9,10 +9,8 @@ from torch import Tensor
 from .. import _C
 from .in_backward import is_stepped_in_backward
 from .kept import WHY_NOT_CLIPPED
-from .sharded import pieces
-from .sharded.clip import clip_over_groups, clip_over_ranks
-from .sharded.dtensors import is_dtensor
-from .sharded.over_groups import has_any
+from .sharded import over_groups, pieces
+from .sharded.dtensors import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
 
 _torchs_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_  # install(optim=True) puts the function below in its place
 
@@ -51,16 +49,21 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if has_any(params):
-        return clip_over_groups(params, max_norm, norm_type, error_if_nonfinite)
+    is_two = float(norm_type) == 2.0
+    if over_groups.has_any(params):
+        if not is_two:
+            raise NotImplementedError(
+                f"norm_type is {norm_type}, but clip_grad_norm_() computes only the 2-norm of parameters that some "
+                "ranks hold, in expert_groups: pass 2.0."
+            )
+        return _clip_over_ranks(params, max_norm, error_if_nonfinite)
     if not torch.compiler.is_compiling() and all(isinstance(param, Tensor) for param in params):
         grads = [param.grad for param in params if param.grad is not None]
         if not grads and any(is_stepped_in_backward(param) for param in params):
             raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
-        is_two = float(norm_type) == 2.0
         if is_two and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
             with pieces.parts_with_gradients(params) as stand_ins:
-                return clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
+                return _clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
         norm = _clip_natively(params, grads, float(max_norm), foreach) if is_two else None
         if norm is not None:
             return norm
@@ -79,3 +82,25 @@ def _clip_natively(params: list[Tensor], grads: list[Tensor], max_norm: float, f
     else:
         torch.autograd.graph.increment_version(grads)
     return norm
+
+
+@torch.no_grad()
+def _clip_over_ranks(params: list[Tensor], max_norm: float, error_if_nonfinite: bool) -> Tensor:
+    """Clips where ranks hold different parameters, or parts of them. With DTensors the norm is a replicated one."""
+    for index, param in enumerate(params):
+        settle_gradient(param, f"parameter {index} of clip_grad_norm_()".__str__)
+    norm = sum_of_squares(params).sqrt()
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(  # torch's words
+            "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To "
+            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    grads = [param.grad for param in params if param.grad is not None]
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if coefficient.is_cuda or coefficient < 1:
+        factor = coefficient if coefficient.is_cuda else float(coefficient)
+        torch._foreach_mul_([local_part(grad) for grad in grads], factor)
+        torch.autograd.graph.increment_version([grad for grad in grads if is_dtensor(grad)])
+    dtype = torch.promote_types(grads[0].real.dtype, torch.float32) if grads else torch.float32
+    like = next((param for param in params if is_dtensor(param)), None)
+    return norm.to(dtype) if like is None else replicated(norm.to(dtype), like)

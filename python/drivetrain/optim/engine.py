@@ -1,8 +1,5 @@
-"""Steps an optimizer: natively where it can, by torch's own step where only that can."""
+"""Shows one call's functions an optimizer: its rule, its groups' options, and what a step does with gradients."""
 
-import time
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,107 +7,106 @@ from torch import Tensor
 
 from .. import _C
 from . import precision
-from .kept import NAME
-from .left_to_torch import LeftToTorch, constructed
-from .sharded import pieces
-from .sharded.step import Measured
+from .kept import kept_of, stands_for_torchs
+from .rule import Group, Numbers, rule_of
 
 
-class Engine(LeftToTorch):
-    """Does the work of one call of an optimizer. It lives as long as the call; what stays is the optimizer's `Kept`."""
+class Engine:
+    """An optimizer, with what is kept of it and its class's rule. It lives as long as one call.
 
-    def step(self, closure: Callable[[], float] | None) -> float | None:
-        """Performs one step."""
-        overflow_flag, self.kept.overflow_flag = self.kept.overflow_flag, None
-        if self.kept.in_backward is not None and (overflow_flag is not None or hasattr(self.optimizer, "found_inf")):
-            raise RuntimeError(
-                f"drivetrain.optim.{self.class_name}: GradScaler cannot be used with step_in_backward(): it must "
-                "check all gradients before any update. Train in bfloat16 without a scaler, or call step() after "
-                "backward."
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.kept.reader is None:  # Copied and unpickled optimizers have no reader.
-            self.kept.reader = _C.StepReader()
-            self.kept.reader.leave_out(self.kept.left)
-        self.leave_what_is_overridden()
-        if self.kept.steps_as_torch:
-            self.step_as_torch(self.params(), overflow_flag)
-            return loss
-        begin, refusal = time.perf_counter(), None
-        if not self.kept.left:
-            try:
-                result, swapped = self._step_natively(self.kept.reader, overflow_flag)
-            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # Nothing has changed.
-                if self.torchs_class() is None:
-                    raise
-                refusal = error
-        if self.kept.left or refusal is not None:
-            num_states = len(self.optimizer.state)
-            self.step_left(self.kept.reader, refusal, overflow_flag)
-            if self.kept.steps_as_torch:
-                return loss
-            overflow_flag = None
-            result, swapped = self._step_natively(self.kept.reader, overflow_flag)
-            self.order_states(num_states)
-        if swapped is not None:
-            if self.kept.zero_grads_in_step:
-                swapped.zero_gradients()
-            swapped.gather()
-        self.kept.result = result
-        counts = self.kept.counts
-        seconds = time.perf_counter() - begin
-        if result.is_on_device:  # Reading the result would wait for the device.
-            counts.add(None, None, False, seconds)
-            return loss
-        counts.add(result.grad_norm, self.kept.max_grad_norm, result.skipped, seconds)
-        if overflow_flag is not None:
-            overflow_flag.fill_(float(result.skipped))
-        if result.skipped and getattr(self.optimizer, "found_inf", None) is None:
-            warnings.warn(
-                f"drivetrain.optim.{self.class_name}: the norm of the gradients is {result.grad_norm}; the step "
-                "was left out, parameters and state are as before (later ones: see last_step_skipped).",
-                stacklevel=4,
-            )
-        return loss
+    The functions that take it are in `step.py`, `native_step.py`, `state_dicts.py` and `left_to_torch.py`.
 
-    def _step_natively(
-        self, reader: _C.StepReader, overflow_flag: Tensor | None
-    ) -> tuple[_C.StepResult | Measured, pieces.Swapped | None]:
-        with pieces.in_place(self.optimizer, with_gradients=True) as swapped:
-            return self.step_all(reader, self.step_options(overflow_flag)), swapped
+    Args:
+        optimizer: The optimizer of a script, or a proxy that shares its attributes.
+    """
 
-    def add_group(self, torchs_add: Callable[[dict[str, Any]], None], param_group: dict[str, Any]) -> None:
-        """Adds a group by torch's method. After an error the optimizer has the groups that it had before."""
-        if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")  # torch's words
-        self.refuse_unsupported(param_group)
-        for option, value in self.kept.formats.items():
-            param_group.setdefault(option, value)
-        precision.check(self.formats_of(param_group))
-        torchs_add(param_group)
-        refused = self.refused_in(len(self.param_groups) - 1)
-        if refused and self.torchs_class() is None:
-            self.param_groups.pop()
-            raise refused[0][1]
-        self.note_refused(refused)
-        self.find_devices()
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer: Any = optimizer
+        self.kept = kept_of(optimizer)
+        self.rule = rule_of(type(optimizer))
+        self.class_name = type(optimizer).__name__
 
-    def constructed(self) -> bool:
-        """Ends a constructor, and returns whether the object is still one of drivetrain's class."""
-        self.leave_what_groups_refused()
-        if NAME not in self.optimizer.__dict__:  # It has become one of torch's class.
-            return False
-        self.kept.is_in_constructor = False
-        self.place_step_counters()
-        self.find_devices()
-        constructed.append(self.description())
-        return True
+    @property
+    def param_groups(self) -> list[Group]:
+        """The optimizer's groups."""
+        groups: list[Group] = self.optimizer.param_groups
+        return groups
+
+    def params(self) -> list[Tensor]:
+        """Returns the parameters of all groups."""
+        return [param for group in self.param_groups for param in group["params"]]
 
     def description(self) -> str:
         """Returns the class with the numbers of its parameters and groups."""
-        count, num_groups = sum(len(group["params"]) for group in self.param_groups), len(self.param_groups)
+        num_groups = len(self.param_groups)
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
-        return f"{self.class_name} ({count} parameters in {groups})"
+        return f"{self.class_name} ({len(self.params())} parameters in {groups})"
+
+    def formats_of(self, group: Group) -> Group:
+        """Returns the group's options of precision.DEFAULTS.
+
+        In an object that stands for torch's class, such keys are options if the constructor got options, or if the
+        group's state dict had them. Otherwise they are the script's own.
+        """
+        found = {name: group[name] for name in precision.DEFAULTS if name in group}
+        if not found or self.kept.formats or precision.VERSION_NAME in group:
+            return found
+        return {} if stands_for_torchs(type(self.optimizer)) else found
+
+    def precision_of(self, group: Group) -> _C.Precision:
+        """Converts the group's options for the native step."""
+        return precision.of(self.formats_of(group))
+
+    def asked_by(self, group: Group, index: int) -> tuple[str, _C.Precision, Numbers]:
+        """Returns the group's rule, storage formats and numbers; the native code checks the numbers' ranges."""
+        try:
+            return self.rule.name_of(group), self.precision_of(group), self.rule.hypers(group)
+        except KeyError as missing:
+            raise ValueError(f"param_groups[{index}] has no {missing}, which {self.class_name} needs") from missing
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f"param_groups[{index}]: {error}") from error
+
+    # ---- Gradient scaling: unscaling, clipping and zeroing in the step.
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """True if all parameters are on the CPU."""
+        return all(param.device.type == "cpu" for param in self.params())
+
+    def find_devices(self) -> None:
+        """Determines whether all parameters share one device. Visits each one, so call it when groups change only."""
+        self.kept.can_scale_in_step = len({param.device for param in self.params()}) <= 1
+
+    @property
+    def announces_scaling(self) -> bool:
+        """True if a GradScaler is to leave the unscaling to the step.
+
+        torch's classes announce it with fused=True only. Frameworks refuse to clip the gradients of such an optimizer,
+        and step pre-hooks then see scaled gradients. So plain optimizers must not announce it, although the step could
+        unscale.
+        """
+        kept = self.kept
+        is_asked = kept.our_scaler_steps or kept.max_grad_norm is not None or bool(self.optimizer.defaults.get("fused"))
+        return is_asked and kept.can_scale_in_step
+
+    def step_options(self, overflow_flag: Tensor | None) -> _C.StepOptions:
+        """Returns what the step does with gradients, from the optimizer's attributes."""
+        scale, found_inf = self._scalar("grad_scale", 1.0), self._scalar("found_inf", 0.0)
+        # A scaler's scale may grow to infinity; the gradients are then found not to be finite.
+        if isinstance(scale, float) and not scale > 0 and not (isinstance(found_inf, float) and found_inf):
+            raise ValueError(f"grad_scale is {scale}, expected a number above 0: gradients are divided by it")
+        return _C.StepOptions(
+            grad_scale=scale,
+            found_inf=found_inf,
+            max_grad_norm=self.kept.max_grad_norm,
+            check_finite=overflow_flag is not None,
+            zero_grads=self.kept.zero_grads_in_step,
+            overflow=overflow_flag if overflow_flag is not None and overflow_flag.is_cuda else None,
+        )
+
+    def _scalar(self, name: str, default: float) -> float | Tensor:
+        """Returns the attribute of that name; on CUDA it stays on the device if the parameters are there."""
+        value = getattr(self.optimizer, name, None)
+        if isinstance(value, Tensor) and value.is_cuda and not self.is_on_cpu:
+            return value.detach()
+        return default if value is None else float(value)

@@ -13,6 +13,8 @@ from .. import _C
 from ..wrapped import wrapper_in
 from .engine import Engine
 from .kept import WHY_NOT_CLIPPED, kept_of
+from .native_step import step_groups
+from .rule import torchs_base
 from .sharded.dtensors import is_dtensor, local_sum_of_squares
 from .sharded.pieces import piece_of
 
@@ -20,28 +22,6 @@ if TYPE_CHECKING:
     from .base import FusedOptimizer
 
 _STEPPED_BY = "_drivetrain_stepped_by"  # the name of an attribute of parameters
-
-
-def step_in_backward(
-    optimizer: "FusedOptimizer", model: nn.Module, clip_by_previous_norm: float | None, bucket_cap_mb: float
-) -> "StepInBackward":
-    """Begins to step the model's parameters in backward; see FusedOptimizer.step_in_backward."""
-    kept = kept_of(optimizer)
-    if kept.steps_as_torch or kept.left:
-        raise NotImplementedError(
-            f"step_in_backward() steps no parameter by torch's own {Engine(optimizer).torchs_name}, and this "
-            "optimizer leaves some to it: call step() after backward."
-        )
-    if kept.in_backward is not None:
-        raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
-    if kept.max_grad_norm is not None:
-        raise NotImplementedError(f"max_grad_norm is {kept.max_grad_norm}, but {WHY_NOT_CLIPPED}")
-    if clip_by_previous_norm is not None and not clip_by_previous_norm > 0:
-        raise ValueError(f"clip_by_previous_norm is {clip_by_previous_norm}, expected a number above 0, or None")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, expected a number above 0")
-    kept.in_backward = StepInBackward(optimizer, model, clip_by_previous_norm, bucket_cap_mb)
-    return kept.in_backward
 
 
 def is_stepped_in_backward(param: Tensor) -> bool:
@@ -64,6 +44,23 @@ class StepInBackward:
     def __init__(
         self, optimizer: "FusedOptimizer", model: nn.Module, clip_by_previous_norm: float | None, bucket_cap_mb: float
     ) -> None:
+        kept = kept_of(optimizer)
+        if kept.steps_as_torch:
+            name = torchs_base(type(optimizer)).__name__
+            raise NotImplementedError(
+                f"step_in_backward() steps no parameter by torch's own {name}, and this optimizer leaves them to it: "
+                "call step() after backward."
+            )
+        if kept.in_backward is not None:
+            raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
+        if kept.max_grad_norm is not None:
+            raise NotImplementedError(f"max_grad_norm is {kept.max_grad_norm}, but {WHY_NOT_CLIPPED}")
+        if clip_by_previous_norm is not None and not clip_by_previous_norm > 0:
+            raise ValueError(f"clip_by_previous_norm is {clip_by_previous_norm}, expected a number above 0, or None")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, expected a number above 0")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
         self.divisor = 1.0
         self._optimizer = optimizer
         self._max_norm = clip_by_previous_norm
@@ -75,11 +72,10 @@ class StepInBackward:
         self._is_off = False
         self._squares: Tensor | None = None  # sum of squares over the gradients of the running backward
         self._norm: Tensor | None = None  # norm of the last backward's gradients
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
-        names = {param: name for name, param in model.named_parameters() if param.requires_grad}
         owned = {param for group in optimizer.param_groups for param in group["params"]}
-        self._names: dict[Tensor, str] = {param: name for param, name in names.items() if param in owned}
+        self._names: dict[Tensor, str] = {
+            param: name for name, param in model.named_parameters() if param.requires_grad and param in owned
+        }
         if not self._names:
             what = f"the model, a {type(model).__name__}, has no parameter of this {type(optimizer).__name__}"
             raise ValueError(f"{what} that requires a gradient: give the module that the optimizer was made for.")
@@ -95,7 +91,6 @@ class StepInBackward:
                     f"parameter {name!r} belongs to a DistributedDataParallel with shard=, whose steps need whole "
                     "gradients or states after backward: leave one of the two out."
                 )
-        for param, name in self._names.items():
             if is_stepped_in_backward(param):
                 raise RuntimeError(f"parameter {name!r} is stepped in backward by another optimizer already")
             self._check_reducers(param)
@@ -217,7 +212,7 @@ class StepInBackward:
         reader = self._readers.setdefault(id(params[0]), _C.StepReader())
         states_before = len(self._optimizer.state)
         engine = Engine(self._optimizer)
-        engine.step_groups(groups, reader, _C.StepOptions(grad_scale=grad_scale))
+        step_groups(engine, groups, reader, _C.StepOptions(grad_scale=grad_scale))
         for param in params:
             param.grad = None
         del grads

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .arguments import check_max_grad_norm
-
 if TYPE_CHECKING:
     from .. import _C
     from .in_backward import StepInBackward
@@ -24,7 +22,13 @@ WHY_NOT_CLIPPED = (
 # drivetrain.install(optim=True) puts the keys, classes of drivetrain, in the place of the values, torch's classes.
 in_place_of: dict[type, type] = {}
 
-_COPIED = ("max_grad_norm", "zero_grads_in_step", "formats", "fallback", "has_options", "steps_as_torch", "left")
+_COPIED = ("max_grad_norm", "zero_grads_in_step", "formats", "fallback", "has_options", "steps_as_torch")
+
+
+def check_max_grad_norm(value: float | None) -> None:
+    """Raises ValueError unless the value is None or above 0."""
+    if value is not None and not value > 0:
+        raise ValueError(f"max_grad_norm is {value}, expected a number above 0 (inf: only measure), or None")
 
 
 @dataclass
@@ -59,10 +63,8 @@ class Kept:
         self.formats: dict[str, Any] = {}  # the constructor's options of precision.DEFAULTS
         self.fallback: dict[str, Any] | None = None  # Muon's options of AdamW
         self.has_options = False  # whether max_grad_norm and zero_grads_in_step are attributes of the optimizer
-        self.steps_as_torch = False  # torch's class takes the steps
-        self.left: list[Tensor] = []  # parameters that torch's class steps
+        self.steps_as_torch = ""  # why torch's class takes the steps, if it does
         self.is_in_constructor = False
-        self.refused: list[tuple[Tensor, Exception]] = []  # by groups, until the constructor has all groups
         self.loading: dict[str, Any] | None = None  # the state dict that load_state_dict() is loading
         self.reader: _C.StepReader | None = None
         self.shards: Shards | None = None  # None until a parameter is a DTensor
@@ -80,11 +82,6 @@ class Kept:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         self.__dict__.update(state)
-
-    @property
-    def ids_left(self) -> set[int]:
-        """The ids of the parameters that torch's class steps."""
-        return {id(param) for param in self.left}
 
 
 def kept_of(optimizer: torch.optim.Optimizer) -> Kept:

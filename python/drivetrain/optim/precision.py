@@ -21,7 +21,6 @@ DEFAULTS: Group = {"state_bits": None, "master_bits": None, "min_8bit_size": 409
 # The version of the storage formats. Groups of state dicts that use any of these options hold it.
 VERSION = 1
 VERSION_NAME = "storage_version"
-NAMES = {*DEFAULTS, VERSION_NAME}
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "state_bits": (None, 32, 16, 8, "fp8"),
@@ -71,7 +70,7 @@ def of(group: Group) -> _C.Precision:
     )
 
 
-def state_as_asked(
+def make_state(
     state: dict[str, Any],
     name: str,
     kind: int,
@@ -80,28 +79,23 @@ def state_as_asked(
     label: str,
     initial: float | None,
     conversions: _C.Conversions,
-) -> dict[str, Tensor | None]:
-    """Returns what to write into `state`, or to remove from it (None), so that its entry `name` has the group's format.
+) -> bool:
+    """Creates the entry `name` of a parameter's state, or converts it to the group's format.
 
-    Args:
-        state: The parameter's state.
-        name: The entry's name in torch's class.
-        kind: The state's kind, from the native rule. It determines the shape; some parameters have no state of some
-            kinds.
-        param: The parameter.
-        precision: The group's options.
-        label: Names the parameter in errors.
-        initial: The value that fills a new state. None copies the parameter.
-        conversions: Fills the returned tensors when it runs.
+    The kind, from the native rule, determines the shape; some parameters have no state of some kinds. `initial` fills a
+    new state; None copies the parameter. Tensors are filled when `conversions` runs.
+
+    Returns:
+        True if there was no such entry in any format.
 
     Raises:
         ValueError: An 8-bit entry lacks its scales.
     """
     sizes = _C.optim_state_shape(param, kind)
     if sizes is None:
-        return {}
+        return False
     dtype = _C.optim_state_dtype(precision, param, kind)
-    codes, scales = codes_name(name), scales_name(name)
+    codes, scales = f"{name}_codes", f"{name}_scales"
     where = codes if state.get(name) is None else name
     found = state.get(where)
     if found is None:
@@ -109,22 +103,32 @@ def state_as_asked(
             stored, stored_scales = conversions.converted_state(param, param.detach(), None, dtype or param.dtype)
         else:
             stored, stored_scales = conversions.new_state(param, sizes, dtype, initial)
-        if dtype is None:
-            return {name: stored}
     else:
         if where == codes:
             check_codes(found, _C.optim_block_dtypes(kind), f"{label}: its state {codes!r}")
         if not isinstance(found, Tensor) or list(found.shape) != sizes or found.device != param.device:
-            return {}  # The step raises for it.
+            return False  # The step raises for it.
         if _C.optim_is_state_as(param, found, state.get(scales), dtype):
-            return {}
+            return False
         try:
             stored, stored_scales = conversions.converted_state(param, found, state.get(scales), dtype or param.dtype)
         except ValueError as error:
             raise ValueError(f"{label}: its state {where!r}: {error}") from error
-    if stored_scales is None:
-        return {name: stored, codes: None, scales: None}
-    return {name: None, codes: stored, scales: stored_scales}
+    is_8bit = stored_scales is not None
+    _write(
+        state,
+        {name: None, codes: stored, scales: stored_scales} if is_8bit else {name: stored, codes: None, scales: None},
+    )
+    return found is None
+
+
+def _write(state: dict[str, Any], entries: dict[str, Tensor | None]) -> None:
+    """Writes entries into a state; None removes one."""
+    for name, value in entries.items():
+        if value is None:
+            state.pop(name, None)
+        else:
+            state[name] = value
 
 
 def check_codes(found: Any, dtypes: Collection[torch.dtype], what: str) -> None:
@@ -139,52 +143,32 @@ def check_codes(found: Any, dtypes: Collection[torch.dtype], what: str) -> None:
 
 def has_state(state: dict[str, Any], name: str) -> bool:
     """Returns whether there is an entry `name` in any storage format."""
-    return state.get(name) is not None or state.get(codes_name(name)) is not None
+    return state.get(name) is not None or state.get(f"{name}_codes") is not None
 
 
-def extra_as_asked(
+def make_extra(
     state: dict[str, Any], param: Tensor, precision: _C.Precision, label: str, conversions: _C.Conversions
-) -> dict[str, Tensor | None]:
-    """Returns what to write into `state` so that a 16-bit parameter has the remainder, compensation or master asked
-    for.
+) -> None:
+    """Gives the state of a 16-bit parameter the remainder, compensation or master asked for, and removes others.
 
     May round the parameter again, from its value in the earlier format.
     """
     extra = _C.optim_param_extra(precision, param)
     if extra is None:
-        return dict.fromkeys(EXTRA_NAMES)
+        _write(state, dict.fromkeys(EXTRA_NAMES))
+        return
     name, dtype = extra
     found = state.get(name)
-    if (
-        isinstance(found, Tensor)
-        and found.dtype == dtype
-        and found.shape == param.shape
-        and found.device == param.device
-    ):
-        return {}
+    wanted = (dtype, param.shape, param.device)
+    if isinstance(found, Tensor) and (found.dtype, found.shape, found.device) == wanted:
+        return
     before = next((state[key] for key in EXTRA_NAMES if isinstance(state.get(key), Tensor)), None)
     if before is not None and before.shape != param.shape:
         raise ValueError(f"{label}: its state {name!r} has shape {tuple(before.shape)}, expected {tuple(param.shape)}")
     try:
-        return dict.fromkeys(EXTRA_NAMES) | {name: conversions.new_extra(param, before, dtype)}
+        _write(state, dict.fromkeys(EXTRA_NAMES) | {name: conversions.new_extra(param, before, dtype)})
     except TypeError as error:
         raise TypeError(f"{label}: {error}") from error
-
-
-def codes_name(name: str) -> str:
-    """Returns the key of a state's 8-bit codes."""
-    return f"{name}_codes"
-
-
-def scales_name(name: str) -> str:
-    """Returns the key of the scales of a state's 8-bit codes."""
-    return f"{name}_scales"
-
-
-def float32_value(state: dict[str, Any], param: Tensor, group: Group) -> Tensor:
-    """Returns the parameter's value, including its remainder, compensation or master, as a new float32 tensor."""
-    extra = _C.optim_param_extra(of(group), param)
-    return _C.optim_load_param(param, None if extra is None else state.get(extra[0])).clone()
 
 
 def is_of_blocks(name: str) -> bool:
@@ -199,7 +183,7 @@ def without_blocks(state: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("_codes"):
             check_codes(value, _BLOCK_DTYPES, f"the state {name!r}")
             name = name.removesuffix("_codes")
-            value = _C.optim_load_state(value, state.get(scales_name(name)))
+            value = _C.optim_load_state(value, state.get(f"{name}_scales"))
         if not name.endswith("_scales"):
             result[name] = value
     return result
@@ -207,12 +191,9 @@ def without_blocks(state: dict[str, Any]) -> dict[str, Any]:
 
 def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """Returns the state in torch's layout for a float32 parameter: compressed entries as float32, without masters."""
-    result = {}
-    for name, value in without_blocks(state).items():
-        if name in EXTRA_NAMES:
-            continue
+
+    def converted(name: str, value: Any) -> Any:
         is_values = isinstance(value, Tensor) and name not in SCALAR_NAMES and value.is_floating_point()
-        if is_values and value.dtype != param.dtype:
-            value = value.float()
-        result[name] = value
-    return result
+        return value.float() if is_values and value.dtype != param.dtype else value
+
+    return {name: converted(name, value) for name, value in without_blocks(state).items() if name not in EXTRA_NAMES}

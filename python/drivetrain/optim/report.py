@@ -7,15 +7,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from copy import copy as copy_of
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _C
 from ..notebook import html_table
-from . import precision
+from .engine import Engine
 from .kept import NAME, Counts
+from .rule import Group
 from .sharded import dtensors
 
 MIB = 2**20
@@ -62,24 +63,16 @@ class Report:
             return None
         return self.bytes_moved / self.step_s / self.bandwidth
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         first, *others = self._lines()
-        entries = [f"  {name:24} {size:>10} MiB{mark}" for name, size, mark in self._entries()]
+        marks = dict.fromkeys(self.expected, " (expected)")
+        entries = [f"  {name:24} {size / MIB:10.1f} MiB{marks.get(name, '')}" for name, size in self.bytes.items()]
         return "\n".join([f"{first}:", *entries, *others])
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
-        return html_table(
-            self._lines(), ("entry", "MiB"), [(name + mark, size) for name, size, mark in self._entries()]
-        )
-
-    def _entries(self) -> list[tuple[str, str, str]]:
-        return [
-            (name, f"{size / MIB:.1f}", " (expected)" if name in self.expected else "")
-            for name, size in self.bytes.items()
-        ]
+        marks = dict.fromkeys(self.expected, " (expected)")
+        rows = [(name + marks.get(name, ""), f"{size / MIB:.1f}") for name, size in self.bytes.items()]
+        return html_table(self._lines(), ("entry", "MiB"), rows)
 
     def _lines(self) -> list[str]:
         lines = [f"{self.num_elements:,} elements, {self.bytes_per_parameter:.2f} bytes each"]
@@ -104,90 +97,57 @@ def lines_about_kept(kept_32_bits: dict[str, int]) -> list[str]:
         return []
     largest = sorted(kept_32_bits, key=lambda name: -kept_32_bits[name])
     names = ", ".join(map(repr, largest[:5])) + (", ..." if len(largest) > 5 else "")
-    return [
-        f"{len(largest)} small parameters ({sum(kept_32_bits.values()):,} elements) keep 32-bit states: {names}",
-    ]
+    return [f"{len(largest)} small parameters ({sum(kept_32_bits.values()):,} elements) keep 32-bit states: {names}"]
 
 
-def report_of(engine: Any) -> Report:
+def report_of(engine: Engine) -> Report:
     """Computes the report that :meth:`FusedOptimizer.report` returns."""
-    optimizer, counts = engine.optimizer, engine.kept.counts
-    sizes: dict[str, int] = {}
+    kept, counts, on_cpu = engine.kept, engine.kept.counts, engine.is_on_cpu
+    passes = (kept.max_grad_norm is not None) + kept.zero_grads_in_step  # over gradients, besides the update's
+    report = Report(0, {}, 0, counts.seconds or None if on_cpu else None, None, counts)
     expected: set[str] = set()
-    num_elements = moved = 0
-    on_cpu = engine.is_on_cpu
-    lost, kept = {}, {}
-    for label, param, grad, group, state in _stepped(optimizer):
-        num_elements += param.numel()
+    for label, param, grad, group in _stepped(engine.optimizer):
+        state = dtensors.local_values(param, engine.optimizer.state.get(param, {}))
+        param, grad = dtensors.local_part(param), None if grad is None else dtensors.local_part(grad)
+        report.num_elements += param.numel()
         if _C.optim_keeps_32_bits(engine.precision_of(group), param):
-            kept[label] = param.numel()
-        entries = {"parameters": _size(param)}
+            report.kept_32_bits[label] = param.numel()
         if grad is None:
-            entries["gradients"] = param.numel() * (param.grad_dtype or param.dtype).itemsize
+            grad_bytes = param.numel() * (param.grad_dtype or param.dtype).itemsize
             expected.add("gradients")
         else:
-            entries["gradients"] = _size(grad)
-        there = {name: _size(entry) for name, entry in state.items() if isinstance(entry, Tensor)}
+            grad_bytes = grad.nbytes
+        there = {name: entry.nbytes for name, entry in state.items() if isinstance(entry, Tensor)}
         made = states_of_step(engine, param, group)
         expected |= {name for name, size in made.items() if there.get(name) != size}
-        entries |= made
+        entries = {"parameters": param.nbytes, "gradients": grad_bytes} | made
         for name, size in entries.items():
-            sizes[name] = sizes.get(name, 0) + size
-            moved += size if name == "gradients" else 2 * size
-        # Gradients are read a second time for the norm, and written where the step zeroes them.
-        passes = (engine.kept.max_grad_norm is not None) + engine.kept.zero_grads_in_step
-        moved += passes * entries["gradients"]
+            report.bytes[name] = report.bytes.get(name, 0) + size
+        report.bytes_moved += 2 * sum(entries.values()) + (passes - 1) * grad_bytes
         if grad is not None and param.dtype in (torch.bfloat16, torch.float16) and "param_remainder" not in state:
             share = _lost_share(engine, param, grad, group, state)
             if share is not None:
-                lost[label] = share
-    bandwidth = _triad_bandwidth() if on_cpu and num_elements else None
-    seconds = counts.seconds or None if on_cpu else None
-    return Report(num_elements, sizes, moved, seconds, bandwidth, counts, lost, frozenset(expected), kept)
+                report.lost_updates[label] = share
+    report.expected = frozenset(expected)
+    report.bandwidth = _triad_bandwidth() if on_cpu and report.num_elements else None
+    return report
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-class _Labeled(NamedTuple):
-    """A parameter, its name or position, and its group."""
-
-    label: str
-    param: Tensor
-    group: dict[str, Any]
-
-
-class _Stepped(NamedTuple):
-    """A parameter that a step is about, with its name or position, its gradient, its group and its state."""
-
-    label: str
-    param: Tensor
-    grad: Tensor | None
-    group: dict[str, Any]
-    state: dict[str, Any]
-
-
-def _stepped(optimizer: Any) -> Iterator[_Stepped]:
-    """Yields the parameters that a step is about; for DTensors this rank's part.
+def _stepped(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor | None, Group]]:
+    """Yields the parameters that a step is about, each with its name or position, its gradient and its group.
 
     Skips parameters that have neither a gradient nor a state, unless that holds for all.
     """
     params = [
-        _Labeled(
-            f"param_groups[{g}] {i}" if group.get("param_names") is None else group["param_names"][i], param, group
-        )
+        (f"param_groups[{g}] {i}" if group.get("param_names") is None else group["param_names"][i], p, p.grad, group)
         for g, group in enumerate(optimizer.param_groups)
-        for i, param in enumerate(group["params"])
+        for i, p in enumerate(group["params"])
     ]
-    begun = [each for each in params if each.param.grad is not None or optimizer.state.get(each.param)]
-    for label, param, group in begun or [each for each in params if each.param.requires_grad]:
-        state = dtensors.local_values(param, optimizer.state.get(param, {}))
-        grad = None if param.grad is None else dtensors.local_part(param.grad)
-        yield _Stepped(label, dtensors.local_part(param), grad, group, state)
+    begun = [each for each in params if each[2] is not None or optimizer.state.get(each[1])]
+    yield from begun or [each for each in params if each[1].requires_grad]
 
 
-def states_of_step(engine: Any, param: Tensor, group: dict[str, Any]) -> dict[str, int]:
+def states_of_step(engine: Engine, param: Tensor, group: Group) -> dict[str, int]:
     """Computes the bytes of each state after the next step has created or converted it."""
     asked = engine.precision_of(group)
     sizes = {}
@@ -197,8 +157,8 @@ def states_of_step(engine: Any, param: Tensor, group: dict[str, Any]) -> dict[st
             continue
         numel, dtype = math.prod(shape), _C.optim_state_dtype(asked, param, kind)
         if dtype is not None and dtype.itemsize == 1:
-            sizes[precision.codes_name(name)] = numel
-            sizes[precision.scales_name(name)] = 4 * -(-numel // _C.optim_block_size())
+            sizes[f"{name}_codes"] = numel
+            sizes[f"{name}_scales"] = 4 * -(-numel // _C.optim_block_size())
         else:
             sizes[name] = numel * (dtype or param.dtype).itemsize
     if (extra := _C.optim_param_extra(asked, param)) is not None:
@@ -206,36 +166,27 @@ def states_of_step(engine: Any, param: Tensor, group: dict[str, Any]) -> dict[st
     return sizes
 
 
-def _lost_share(engine: Any, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> float | None:
+def _lost_share(engine: Engine, param: Tensor, grad: Tensor, group: Group, state: dict[str, Any]) -> float | None:
     """Steps copies, once as they are and once in float32. Returns None if this parameter's rounding loses nothing."""
     formats = engine.formats_of(group)
     if formats.get("rounding", "nearest") != "nearest" or formats.get("master_bits") is not None:
         return None
-    with torch.no_grad():
-        results = []
-        for dtype in (param.dtype, torch.float32):
-            copy = param.detach().to(dtype, copy=True).requires_grad_()
-            copy.grad = grad.to(dtype)
-            _optimizer_of(engine, group, state, copy).step()
-            results.append(copy.detach())
-        stored, exact = results
-        changes = exact != param.float()
-        lost = changes & (stored == param)
-        return lost.sum().item() / max(1, changes.sum().item())
-
-
-def _optimizer_of(engine: Any, group: dict[str, Any], state: dict[str, Any], copy: Tensor) -> Any:
-    """Returns an optimizer of the same class for `copy` alone, with a copy of the state and without clipping."""
-    state = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
-    optimizer, kept = engine.optimizer, copy_of(engine.kept)
-    kept.max_grad_norm, kept.zero_grads_in_step = None, False
-    result: Any = object.__new__(type(optimizer))
-    result.__setstate__(
-        optimizer.__getstate__()
-        | {"state": defaultdict(dict, {copy: state} if state else {}), "param_groups": [{**group, "params": [copy]}]}
-        | {NAME: kept}
-    )
-    return result
+    results = []
+    for dtype in (param.dtype, torch.float32):
+        copy = param.detach().to(dtype, copy=True).requires_grad_()
+        copy.grad = grad.to(dtype)
+        copies = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+        alone = {**group, "params": [copy]}
+        kept, states = copy_of(engine.kept), defaultdict(dict, {copy: copies} if copies else {})
+        kept.max_grad_norm, kept.zero_grads_in_step = None, False
+        optimizer: Any = object.__new__(type(engine.optimizer))  # of the copy alone, without clipping
+        saved = engine.optimizer.__getstate__() | {"state": states, "param_groups": [alone], NAME: kept}
+        optimizer.__setstate__(saved)
+        optimizer.step()
+        results.append(copy.detach())
+    stored, exact = results
+    changes = exact != param.detach().float()
+    return (changes & (stored == param.detach())).sum().item() / max(1, changes.sum().item())
 
 
 def _triad_bandwidth(num_floats: int = 1 << 25, rounds: int = 5) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..optim import step as steps
 from ..optim.engine import Engine
 from ..optim.report import states_of_step
 
@@ -40,8 +41,8 @@ def native_steps(recorder: Recorder) -> Iterator[None]:
         recorder.native_op(f"drivetrain::{type(optimizer).__name__}", moved)
         return loss
 
-    plain, Engine.step = Engine.step, step  # type: ignore[method-assign, assignment]
+    plain, steps.step = steps.step, step
     try:
         yield
     finally:
-        Engine.step = plain  # type: ignore[method-assign]
+        steps.step = plain

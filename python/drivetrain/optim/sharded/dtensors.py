@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _C
 from .. import precision
-from . import over_groups, wrappers
+from ..rule import Group
+from . import over_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
     from typing_extensions import TypeIs
 
-Group = dict[str, Any]
+    from ...ddp.groups import ReducesOverGroups
+    from .rows import Rows
 
 
 def is_dtensor(value: object) -> "TypeIs[DTensor]":
@@ -33,11 +36,11 @@ def is_dtensor(value: object) -> "TypeIs[DTensor]":
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor without a copy, and any other tensor unchanged."""
+    """Returns this rank's part of a DTensor without a copy, and anything else unchanged."""
     if not is_dtensor(tensor):
         return tensor
     local = tensor._local_tensor  # to_local() takes longer than the step
-    return local if type(local) is Tensor else local.wait() if hasattr(local, "wait") else local  # waits for it
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def split_dims(tensor: "DTensor") -> tuple[int, ...]:
@@ -51,12 +54,27 @@ def dims_that_split(param: "DTensor", dim: int) -> tuple[int, ...]:
     return tuple(at for at in split_dims(param) if getattr(param.placements[at], "dim", None) == param.ndim + dim)
 
 
+def from_local(
+    local: Tensor,
+    like: "DTensor",
+    placements: "Sequence[Placement]" = (),
+    shape: torch.Size | None = None,
+    stride: tuple[int, ...] = (),
+) -> "DTensor":
+    """Returns a DTensor on the mesh of another, replicated unless it gets placements, row-major without strides."""
+    from torch.distributed.tensor import DTensor, Replicate  # not before there is one: the import takes a while
+
+    mesh = like.device_mesh
+    strides = None if shape is None else stride or torch.empty(shape, device="meta").stride()
+    placements = placements or [Replicate()] * mesh.ndim
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
 def as_shard_of(param: "DTensor", local: Tensor) -> Tensor:
     """Returns a DTensor with the parameter's placements, of which this rank has the part `local`."""
-    from torch.distributed.tensor import DTensor  # not before there is one: the import takes a while
-
-    shape, stride = (param.shape, param.stride()) if local.shape == param.to_local().shape else (None, None)
-    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+    if local.shape != param.to_local().shape:
+        return from_local(local, param, param.placements)
+    return from_local(local, param, param.placements, param.shape, param.stride())
 
 
 # Adafactor's states with one row or one column, by the dimension that they reduce.
@@ -73,34 +91,14 @@ def state_placements(param: "DTensor", name: str) -> tuple["Placement", ...]:
     return tuple(Replicate() if dim in split else place for dim, place in enumerate(param.placements))
 
 
-def _as_factor_of(param: "DTensor", name: str, local: Tensor) -> Tensor:
-    """Returns a state with one row or column as a DTensor, of which this rank has the part `local`."""
-    from torch.distributed.tensor import DTensor
-
-    shape = list(param.shape)
-    shape[_FACTORS[name]] = 1
-    strides = torch.empty(shape, device="meta").stride()
-    placements = state_placements(param, name)
-    return DTensor.from_local(
-        local, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
-    )
-
-
 def part_of(whole: Tensor, param: "DTensor") -> "DTensor":
     """Returns a tensor that every rank has as a DTensor with the parameter's placements, without communication."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = param.device_mesh
-    replicas = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicas.redistribute(placements=param.placements)
+    return from_local(whole, param).redistribute(placements=param.placements)
 
 
 def replicated(value: Tensor, like: "DTensor") -> Tensor:
     """Returns a value that every rank of the mesh has as a replicated DTensor."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = like.device_mesh
-    return DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return from_local(value.to(like.device), like)
 
 
 def placed_as(param: "DTensor", value: "DTensor", what: str, state: str = "") -> "DTensor":
@@ -136,15 +134,41 @@ def settle_gradient(param: Tensor, label: Callable[[], str]) -> None:
         param.grad = placed
 
 
+def set_gradient(stand_in: Tensor, grad: Tensor | None) -> None:
+    """Gives a parameter's stand-in its gradient; a plain tensor gets this rank's part of it."""
+    if grad is not None and not is_dtensor(stand_in):
+        grad = local_part(grad)
+    if grad is not None and grad.dtype != stand_in.dtype:
+        stand_in.grad_dtype = grad.dtype
+    stand_in.grad = grad
+
+
 _NOT_GATHERED = ("state_bits", "master_bits", "rounding")  # options of storage formats that only parts can have
 Gathers = Callable[["DTensor", Group], bool]  # whether the group's rule needs the whole parameter
+
+
+def why_not_stepped(param: Tensor, local: Tensor) -> str | None:
+    """Returns why no optimizer here steps a parameter whose part on this rank, `local`, wraps other tensors.
+
+    Such a tensor has no memory of its own, as quantized weights made of several tensors do.
+    """
+    is_plain = type(local) in (Tensor, nn.Parameter)
+    if is_plain or not torch._C._dispatch_keys(local).has(torch._C.DispatchKey.Python):
+        return None
+    what = f"a {type(local).__name__}" + ("" if local is param else f" in a {type(param).__name__}")
+    return (
+        f"is a tensor subclass that wraps others ({what}), which drivetrain's optimizers do not support: use "
+        "torch.optim for it, or a plain tensor as the weight"
+    )
 
 
 def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
     """Returns why an optimizer cannot step the parameter, or None if it can."""
     local = local_part(param)
-    if wrappers.wraps_others(local) and not wrappers.is_fake(local):
-        return wrappers.why_not(param, local)
+    # Tools build models of fake tensors to plan their memory; other frozen parameters get no gradient.
+    may_be_stepped = not isinstance(local, FakeTensor) and (param.requires_grad or local is not param)
+    if may_be_stepped and (reason := why_not_stepped(param, local)):
+        return reason
     if not is_dtensor(param):
         return None
     where = f"is a DTensor with placements {tuple(param.placements)}"
@@ -174,13 +198,10 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
 
     Ranks must call it with the same parameters. Gradients of DTensors must have their parameter's placements
     (settle_gradient()); gradients of plain tensors are equal on every rank. The first rank that holds a parameter
-    counts it, if only some hold it (groups.py).
+    counts it, if only some hold it (ddp/groups.py).
 
     Returns:
         float64 [], on the device of the gradients, equal on every rank of the meshes.
-
-    Raises:
-        NotImplementedError: A parameter that some ranks hold is a DTensor or has a sparse gradient.
     """
     params, by_ranks = over_groups.divide(params)
     parts: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = defaultdict(list)
@@ -188,27 +209,19 @@ def sum_of_squares(params: Iterable[Tensor]) -> Tensor:
         part = parts[(param.device_mesh, split_dims(param)) if is_dtensor(param) else (None, ())]
         if param.grad is not None:  # A rank without a gradient takes part in the sum.
             part.append(local_part(param.grad))
-    total: Tensor | None = None
+    total = torch.zeros((), dtype=torch.float64)
     for (mesh, dims), grads in parts.items():
         squares = local_sum_of_squares(grads)
-        if mesh is not None:
-            squares = summed(squares, mesh, dims)
-        total = squares if total is None else total.to(squares.device) + squares
+        squares = squares if mesh is None else summed(squares, mesh, dims)
+        total = total.to(squares.device) + squares
     for ranks, members in by_ranks.items():
         squares = _sum_over_groups(ranks, members)
-        total = squares if total is None else total.to(squares.device) + squares
-    return torch.zeros((), dtype=torch.float64) if total is None else total
+        total = total.to(squares.device) + squares
+    return total
 
 
-def _sum_over_groups(ranks: over_groups.TrainingRanks, params: Sequence[Tensor]) -> Tensor:
-    """Sums the squares of gradients of parameters that some ranks hold. All ranks must call it.
-
-    Returns:
-        float64 [], equal on all ranks.
-
-    Raises:
-        NotImplementedError: A parameter is a DTensor or has a sparse gradient.
-    """
+def _sum_over_groups(ranks: "ReducesOverGroups", params: Sequence[Tensor]) -> Tensor:
+    """Sums the squares of gradients of parameters that some ranks hold. All ranks must call it."""
     for param in params:
         if is_dtensor(param) or (param.grad is not None and param.grad.layout != torch.strided):
             raise NotImplementedError(
@@ -216,8 +229,7 @@ def _sum_over_groups(ranks: over_groups.TrainingRanks, params: Sequence[Tensor])
                 "No norm over ranks covers it: clip it on its own."
             )
     grads = [param.grad for param in params if param.grad is not None and over_groups.group_params[param].counts]
-    nothing = torch.zeros((), dtype=torch.float64, device=params[0].device)
-    squares = local_sum_of_squares(grads) if grads else nothing
+    squares = local_sum_of_squares(grads).to(params[0].device)
     ranks.share(squares, dist.ReduceOp.SUM, "the norm of all ranks' gradients, in expert_groups")
     return squares
 
@@ -237,10 +249,6 @@ def label_of(group: Group, index: int, place: int) -> str:
     return f"parameter {place} of param_groups[{index}] (shape {list(group['params'][place].shape)})"
 
 
-def local_value(value: Any) -> Any:
-    return local_part(value) if isinstance(value, Tensor) else value
-
-
 def local_values(param: Tensor, values: dict[str, Any]) -> dict[str, Any]:
     """Returns a parameter's state with this rank's part of each DTensor, redistributed to the parameter's
     placements."""
@@ -249,18 +257,30 @@ def local_values(param: Tensor, values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if is_dtensor(value):
             values[name] = placed_as(param, value, f"a state {name!r}", name)
-    return {name: local_value(value) for name, value in values.items()}
+    return {name: local_part(value) for name, value in values.items()}
 
 
 def shared_value(param: "DTensor", name: str, value: Any) -> Any:
-    """Returns a state entry as a DTensor if it has one value per element.
+    """Returns a state entry as a DTensor if it has one value per element, row or column.
 
     Blocks of 8-bit codes belong to this rank's part and have no meaning on another rank.
     """
-    if name in _FACTORS and isinstance(value, Tensor):
-        return _as_factor_of(param, name, value)
-    is_local = name in precision.SCALAR_NAMES or precision.is_of_blocks(name)
-    return value if is_local or not isinstance(value, Tensor) else as_shard_of(param, value)
+    if not isinstance(value, Tensor) or name in precision.SCALAR_NAMES or precision.is_of_blocks(name):
+        return value
+    if name not in _FACTORS:
+        return as_shard_of(param, value)
+    shape = list(param.shape)
+    shape[_FACTORS[name]] = 1
+    return from_local(value, param, state_placements(param, name), torch.Size(shape))
+
+
+def rows_of(value: "DTensor") -> "Rows":
+    """Returns rows that share the memory of a DTensor and that scripts use as a plain tensor."""
+    from .rows import Rows  # a module that imports torch's DTensor, which takes long
+
+    kind: Any = Rows
+    rows: Rows = kind(value._local_tensor, value._spec, requires_grad=False)
+    return rows
 
 
 def portable(param: Tensor | None, values: dict[str, Any]) -> dict[str, Any]:
@@ -270,14 +290,9 @@ def portable(param: Tensor | None, values: dict[str, Any]) -> dict[str, Any]:
     """
     if param is None or not is_dtensor(param):
         return values
-    if any(precision.is_of_blocks(name) for name in values):
-        values = {
-            name: value if is_dtensor(value) else shared_value(param, name, value)
-            for name, value in precision.without_blocks(values).items()
-        }
-    from .rows import rows_of  # after the first DTensor: the import takes a while
-
-    return {
-        name: rows_of(value) if is_dtensor(value) and value.dtype == torch.int16 else value
-        for name, value in values.items()
-    }
+    result = {}
+    for name, value in precision.without_blocks(values).items():
+        if name not in values:  # It was in blocks.
+            value = shared_value(param, name, value)
+        result[name] = rows_of(value) if is_dtensor(value) and value.dtype == torch.int16 else value
+    return result

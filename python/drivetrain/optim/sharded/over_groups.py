@@ -6,19 +6,15 @@ from all gradients. All of them then clip alike and skip the same steps.
 
 import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-
-class TrainingRanks(Protocol):
-    """All ranks that train the model: a wrapper with `expert_groups`."""
-
-    def share(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
-        """Reduces values over the ranks, in place. `what` names it where a rank has ended or takes too long."""
+if TYPE_CHECKING:
+    from ...ddp.groups import ReducesOverGroups
 
 
 class GroupParam(NamedTuple):
@@ -31,7 +27,7 @@ class GroupParam(NamedTuple):
     """
 
     scale: RemovableHandle
-    ranks: weakref.ref[TrainingRanks]
+    ranks: "weakref.ref[ReducesOverGroups]"
     counts: bool
 
 
@@ -43,14 +39,14 @@ def has_any(params: Iterable[Tensor]) -> bool:
     return bool(group_params) and any(param in group_params for param in params)
 
 
-def divide(params: Iterable[Tensor]) -> tuple[list[Tensor], dict[TrainingRanks, list[Tensor]]]:
+def divide(params: Iterable[Tensor]) -> "tuple[list[Tensor], dict[ReducesOverGroups, list[Tensor]]]":
     """Returns the parameters that all ranks hold, and those held by some, by all ranks that train their model.
 
     Raises:
         RuntimeError: The wrapper of a parameter was deleted.
     """
     everywhere: list[Tensor] = []
-    by_ranks: dict[TrainingRanks, list[Tensor]] = {}
+    by_ranks: dict[ReducesOverGroups, list[Tensor]] = {}
     for param in params:
         place = group_params.get(param) if group_params else None
         if place is None:

@@ -9,9 +9,9 @@ import functools
 import inspect
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,31 +20,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import precision
 from ..rule import has_rule
-from .dtensors import is_dtensor, local_part, portable, state_placements
+from .dtensors import from_local, is_dtensor, local_part, portable, rows_of, set_gradient, state_placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from ...ddp.sharding import Sharding
     from .rows import Rows
-
-
-class Owner(Protocol):
-    """The object that shares parameters among ranks: a wrapper's ddp.sharding.Sharding."""
-
-    def gather(self, params: list[Tensor]) -> None:
-        """Gets the other ranks' rows of these parameters after a step. Every rank must call it."""
-
-    def wait(self) -> None:
-        """Waits for the gathers in progress."""
-
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts a step that begins to write states."""
-
-    def end_step(self) -> None:
-        """Says that the step has written them."""
-
-    def rows_of_ranks(self, optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> list[Tensor | None]:
-        """Asks the other ranks for their rows of a state, and returns None for this rank."""
 
 
 class Piece:
@@ -56,10 +38,10 @@ class Piece:
         part: A DTensor of the parameter's shape whose local part becomes the piece. Its placement splits dimension 0,
             or is a replica for parameters without dimensions.
         rows: The first row of this rank and the one behind its last.
-        owner: The object that gathers the parameter after a step.
+        owner: Gathers the parameter after a step.
     """
 
-    def __init__(self, name: str, param: Tensor, part: "DTensor", rows: tuple[int, int], owner: Owner) -> None:
+    def __init__(self, name: str, param: Tensor, part: "DTensor", rows: tuple[int, int], owner: "Sharding") -> None:
         self.name = name
         self.part = part
         self.local = local_part(part)
@@ -70,12 +52,8 @@ class Piece:
         self._address = param.data_ptr()
 
     @property
-    def owner(self) -> Owner:
-        """Returns the object that gathers the parameter after a step.
-
-        Raises:
-            RuntimeError: The wrapper is gone.
-        """
+    def owner(self) -> "Sharding":
+        """Gathers the parameter after a step. Raises RuntimeError if the wrapper is gone."""
         owner = self._owner()
         if owner is None:
             raise RuntimeError(
@@ -108,8 +86,6 @@ class Piece:
 
     def shown(self, local: Tensor) -> "Rows":
         """Returns `distributed(local)` as rows that scripts use."""
-        from .rows import rows_of  # a module that imports torch's DTensor, which takes long
-
         return rows_of(self.distributed(local))
 
     def gradient(self, param: Tensor) -> Tensor | None:
@@ -140,10 +116,10 @@ class Piece:
 
     def shared_state(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns a parameter's states, rows as DTensors of all rows. 8-bit blocks of all rows become float32."""
-        whole_blocks = [
-            name for name in values if name.endswith("_codes") and values[name].numel() == self.part.numel()
-        ]
-        if whole_blocks and self.local.numel() != self.part.numel():
+        num_elements = self.part.numel()
+        if self.local.numel() != num_elements and any(
+            name.endswith("_codes") and value.numel() == num_elements for name, value in values.items()
+        ):
             values = precision.without_blocks(values)
         return {
             name: self._placed(name, self.local_state(name, value)) if self._is_whole(name, value) else value
@@ -167,18 +143,11 @@ class Piece:
         if local.shape == self.local.shape:
             return self.distributed(local)
         shape = torch.Size((self.part.shape[0], *local.shape[1:]))
-        return type(self.part).from_local(
-            local,
-            self.part.device_mesh,
-            state_placements(self.part, name),
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
+        return from_local(local, self.part, state_placements(self.part, name), shape)
 
 
 _pieces: MutableMapping[Tensor, Piece] = WeakIdKeyDictionary()
-_owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
+_owners: "weakref.WeakSet[Sharding]" = weakref.WeakSet()
 _hooks: list[Any] = []  # on the steps of all optimizers, from the first piece on
 _SWAPPED = "_drivetrain_swapped"  # the name of an attribute of torch's optimizers while they step
 
@@ -209,12 +178,7 @@ def part_or_itself(param: Tensor) -> Tensor:
     return param if piece is None else piece.part
 
 
-def has_any(params: Iterable[Tensor]) -> bool:
-    """Returns whether a wrapper shares one of the parameters among ranks."""
-    return bool(_pieces) and any(piece_of(param) is not None for param in params)
-
-
-def _has_any(optimizer: torch.optim.Optimizer) -> bool:
+def has_any(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether a wrapper shares one of the optimizer's parameters among ranks."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return bool(_pieces) and any(_piece_for(optimizer, param) is not None for param in params)
@@ -223,12 +187,11 @@ def _has_any(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def parts_with_gradients(params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Puts parts that have the gradients in place of the parameters whose gradients each rank keeps a part of."""
-    found = [piece_of(param) if is_dtensor(param.grad) else None for param in params]
-    stand_ins = [param if piece is None else piece.part for param, piece in zip(params, found, strict=True)]
+    stand_ins = [part_or_itself(param) if is_dtensor(param.grad) else param for param in params]
     try:
         for param, stand_in in zip(params, stand_ins, strict=True):
             if stand_in is not param:
-                _set_gradient(stand_in, param.grad)
+                set_gradient(stand_in, param.grad)
         yield stand_ins
     finally:
         for param, stand_in in zip(params, stand_ins, strict=True):
@@ -239,41 +202,34 @@ def parts_with_gradients(params: list[Tensor]) -> Iterator[list[Tensor]]:
 class Swapped:
     """The pieces that stand in an optimizer's groups and state in place of parameters.
 
+    Optimizers of drivetrain.optim get DTensors, others plain tensors. If a piece cannot be used, nothing has changed.
+
     Args:
-        optimizer: The optimizer. If a piece cannot be used, nothing has changed.
-        as_parts: Takes DTensors, else plain tensors.
-        with_gradients: Gives them gradients.
+        optimizer: The optimizer.
+        with_gradients: Gives them gradients, for a step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, as_parts: bool, with_gradients: bool) -> None:
-        self._optimizer = optimizer
-        found = [
-            (param, piece)
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if (piece := _piece_for(optimizer, param)) is not None
-        ]
+    def __init__(self, optimizer: torch.optim.Optimizer, *, with_gradients: bool) -> None:
+        self._optimizer, self._steps = optimizer, with_gradients
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        found = [(param, piece) for param in params if (piece := _piece_for(optimizer, param)) is not None]
         gradients = []
+        self._owners: dict[Sharding, list[Tensor]] = {}
         for param, piece in found:
             piece.check(param)
             piece.users.add(optimizer)
             gradients.append(piece.gradient(param) if with_gradients else None)
+            self._owners.setdefault(piece.owner, []).append(param)
+        as_parts = has_rule(type(optimizer))
         self._params = [param for param, _ in found]
         self._stand_ins = [piece.part if as_parts else piece.local for _, piece in found]
-        self._owners: dict[Owner, list[Tensor]] = {}
-        for param, piece in found:
-            self._owners.setdefault(piece.owner, []).append(param)
         for (param, piece), stand_in, grad in zip(found, self._stand_ins, gradients, strict=True):
-            _set_gradient(stand_in, piece.distributed(grad) if as_parts and grad is not None else grad)
+            set_gradient(stand_in, piece.distributed(grad) if as_parts and grad is not None else grad)
             if param in optimizer.state:
                 values = optimizer.state.pop(param)
-                if as_parts:
-                    values = piece.shared_state(values)
-                else:
-                    values = {name: piece.local_state(name, value) for name, value in values.items()}
-                optimizer.state[stand_in] = values
+                local = {} if as_parts else {name: piece.local_state(name, value) for name, value in values.items()}
+                optimizer.state[stand_in] = piece.shared_state(values) if as_parts else local
         self._replace(self._params, self._stand_ins)
-        self._steps = with_gradients
         for owner in self._owners if with_gradients else ():
             owner.begin_step(optimizer)
 
@@ -308,10 +264,10 @@ class Swapped:
 @contextmanager
 def in_place(optimizer: torch.optim.Optimizer, with_gradients: bool = False) -> Iterator[Swapped | None]:
     """Puts parts in place of sharded parameters in the groups and the state of an optimizer of drivetrain.optim."""
-    if not _has_any(optimizer):
+    if not has_any(optimizer):
         yield None
         return
-    swapped = Swapped(optimizer, as_parts=True, with_gradients=with_gradients)
+    swapped = Swapped(optimizer, with_gradients=with_gradients)
     try:
         yield swapped
     finally:
@@ -326,20 +282,10 @@ def share_states(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[param] = piece.shared_state(values)
 
 
-def _set_gradient(stand_in: Tensor, grad: Tensor | None) -> None:
-    if grad is not None and grad.dtype != stand_in.dtype:
-        stand_in.grad_dtype = grad.dtype
-    stand_in.grad = grad
-
-
 # ---- torch's optimizers.
 
-_ELEMENT_WISE = {
-    inspect.unwrap(getattr(torch.optim, name).step)
-    for name in (
-        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-    )
-}
+_NAMES = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_ELEMENT_WISE = {inspect.unwrap(getattr(torch.optim, name).step) for name in _NAMES}
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -352,7 +298,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     if has_rule(type(optimizer)):
         return
     restore(optimizer)
-    if not _has_any(optimizer):
+    if not has_any(optimizer):
         return
     kind = type(optimizer).__name__
     if inspect.unwrap(type(optimizer).step) not in _ELEMENT_WISE:
@@ -372,18 +318,13 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         optimizer.register_step_pre_hook(_swap)
         optimizer.register_step_post_hook(_swap_back)
         optimizer.register_state_dict_pre_hook(restore)
-        optimizer.register_state_dict_post_hook(_distributed)
-    before.move_to_end(_key_of(before, _swap))
-    after.move_to_end(_key_of(after, _swap_back), last=False)
-
-
-def _key_of(hooks: Any, hook: Callable[..., Any]) -> int:
-    key: int = next(key for key, value in hooks.items() if value is hook)
-    return key
+        optimizer.register_state_dict_post_hook(for_files)
+    before.move_to_end(next(key for key, hook in before.items() if hook is _swap))
+    after.move_to_end(next(key for key, hook in after.items() if hook is _swap_back), last=False)
 
 
 def _swap(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    setattr(optimizer, _SWAPPED, Swapped(optimizer, as_parts=False, with_gradients=True))
+    setattr(optimizer, _SWAPPED, Swapped(optimizer, with_gradients=True))
 
 
 def _swap_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -406,31 +347,23 @@ def params_by_key(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
     return dict(zip(keys, params, strict=True))
 
 
-def _distributed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state dict with this rank's rows as DTensors, which other numbers of ranks can load."""
-    states = dict(state_dict["state"])
-    for key, param in params_by_key(optimizer, state_dict).items():
-        piece = _pieces.get(param)
-        if piece is not None and key in states:
-            states[key] = {name: piece.distributed_state(name, value) for name, value in states[key].items()}
-    return for_files(optimizer, {**state_dict, "state": states})
-
-
 # ---- Whole states.
 
 
 def for_files(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state dict with rows that pickle whole states, for scripts that save on one rank."""
-    if not _has_any(optimizer):
-        return state_dict
-    from .rows import rows_of  # after the first DTensor: the import takes a while
+    """Returns the state dict with this rank's rows as DTensors, which other numbers of ranks can load.
 
+    They pickle whole states, for scripts that save on one rank.
+    """
+    if not has_any(optimizer):
+        return state_dict
     states = dict(state_dict["state"])
     for key, param in params_by_key(optimizer, state_dict).items():
-        if key not in states or piece_of(param) is None:
+        piece = _pieces.get(param)
+        if piece is None or key not in states:
             continue
-        states[key] = dict(states[key])
-        for name, value in states[key].items():
+        states[key] = {name: piece.distributed_state(name, value) for name, value in states[key].items()}
+        for name, value in states[key].items() if piece.is_alive else ():
             if is_dtensor(value):
                 rows = states[key][name] = rows_of(value)
                 rows.whole = functools.partial(_whole, weakref.ref(optimizer), weakref.ref(param), name, value)

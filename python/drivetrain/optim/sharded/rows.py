@@ -77,13 +77,6 @@ class Rows(DTensor):
         return whole.__reduce_ex__(protocol)
 
 
-def rows_of(value: DTensor) -> Rows:
-    """Returns rows that share the memory of a DTensor."""
-    kind: Any = Rows
-    rows: Rows = kind(value._local_tensor, value._spec, requires_grad=False)
-    return rows
-
-
 def refuse_files(mesh: DeviceMesh) -> None:
     """Makes DTensors on this mesh raise where something pickles them, since a file would hold one rank's part."""
 

@@ -11,37 +11,29 @@ from torch import Tensor
 
 from ... import _C
 from .. import precision
-from . import wrappers
+from ..rule import Group, Rule
 from .dtensors import (
-    Gathers,
-    Group,
     is_dtensor,
     label_of,
     local_part,
-    local_value,
     local_values,
     part_of,
     replicated,
+    set_gradient,
     settle_gradient,
     shared_value,
     split_dims,
     sum_of_squares,
     why_not,
+    why_not_stepped,
 )
+from .mesh_sums import MeshSums, Part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Share = Callable[[str, bool, list[Tensor], list[Tensor]], None]  # see csrc/optim/run_shared.h
-
-
-@dataclass
-class Part:
-    """A split parameter, this rank's part as a plain tensor, and the parameter's group."""
-
-    param: "DTensor"
-    plain: Tensor
-    group: Group
+# Steps plain tensors; also returns whether it created or removed states.
+Run = Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]]
 
 
 @dataclass
@@ -67,187 +59,133 @@ class Measured:
         return float(self.norm)
 
 
-@dataclass
-class _Alias:
-    """A DTensor parameter and the plain tensor that shares its memory and stands for it in the native step."""
-
-    param: "DTensor"
-    local: Tensor
-    plain: Tensor
-
-
 class Shards:
     """The parameters of one optimizer as plain tensors, kept between steps because the native reader caches them."""
 
-    def __init__(self) -> None:
-        self._aliases: dict[int, _Alias] = {}  # by the id of the parameter
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._parts: dict[int, Part] = {}  # by the id of the parameter
 
     def step(
-        self,
-        groups: list[Group],
-        state: dict[Tensor, Any],
-        left: set[int],
-        options: _C.StepOptions,
-        gathers: Gathers,
-        sums: Callable[[list[Part], dict[Tensor, Any]], Share],
-        run: Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]],
-    ) -> "_C.StepResult | Measured":
+        self, groups: list[Group], state: dict[Tensor, Any], options: _C.StepOptions, run: Run
+    ) -> _C.StepResult | Measured:
         """Steps this rank's part of every parameter, and leaves new states as DTensors in `state`.
 
-        Args:
-            left: The ids of parameters that `run` leaves out.
-            gathers: Returns whether a parameter is gathered; every rank then steps the whole, one parameter at a time.
-            sums: Creates the callback that shares the step's sums over whole parameters with the other ranks.
-            run: Steps plain tensors; also returns whether it created or removed states.
+        Every rank steps the whole of a parameter that the rule gathers, one parameter at a time.
         """
-        aliases: dict[int, _Alias] = {}
+        parts: dict[int, Part] = {}
         local_state: dict[Tensor, Any] = defaultdict(dict)
         local_groups: list[Group] = []
-        parts: list[Part] = []
+        split: list[Part] = []
         gathered: list[tuple[Group, int, DTensor]] = []
         try:
             for index, group in enumerate(groups):
                 plain = []
                 for place, param in enumerate(group["params"]):
-                    plain.append(param)
-                    if id(param) in left:
-                        continue
+                    stand_in = param
                     if is_dtensor(param):
                         label = functools.partial(label_of, group, index, place)
-                        alias = aliases[id(param)] = self._alias(param, group, state, gathers, label)
-                        plain[-1] = alias.plain
+                        part = parts[id(param)] = self._part(param, group, state, label)
                         settle_gradient(param, label)
                         is_split = param.grad is not None and bool(split_dims(param))
-                        if is_split and gathers(param, group):
+                        if is_split and self._rule.gathers(param, group):
                             gathered.append((group, place, param))
-                            plain.pop()
                             continue
-                        _set_grad(alias.plain, param.grad)
+                        stand_in = part.plain
+                        set_gradient(stand_in, param.grad)
                         if is_split:
-                            parts.append(Part(param, alias.plain, group))
+                            split.append(part)
+                    plain.append(stand_in)
                     if param in state:
-                        local_state[plain[-1]] = local_values(param, state[param])
+                        local_state[stand_in] = local_values(param, state[param])
                 local_groups.append({**group, "params": plain})
-            self._aliases = aliases
-            norm, options = self._treated(groups, options)
-            stepped = [
-                param
-                for group in groups
-                for param in group["params"]
-                if param.grad is not None and id(param) not in left
-            ]
-            share = sums(parts, local_state) if parts else None
-            result, has_new_states = run(local_groups, local_state, _with_share(options, share))
+            self._parts = parts
+            norm, asked = _treated(groups, options)
+            share = MeshSums(split, local_state, self._rule.hypers) if split else None
+            result, has_new_states = run(local_groups, local_state, _C.StepOptions(**asked, share=share))
             if result.has_wrappers:
                 _refuse_wrappers(local_groups)
             if has_new_states:
-                self._write_back(state, local_state, aliases, groups)
+                _write_back(state, local_state, parts, groups)
             for group, place, param in gathered:
-                of_whole = _step_whole(group, place, param, state, options, run)
+                of_whole = _step_whole(group, place, param, state, _C.StepOptions(**asked), run)
                 if not any(local_group["params"] for local_group in local_groups):
                     result = of_whole
-            if not result.is_on_device and result.skipped:
-                return result if norm is None else Measured(result, norm)
-            torch.autograd.graph.increment_version([param for param in stepped if is_dtensor(param)])
+            if result.is_on_device or not result.skipped:
+                params = (param for group in groups for param in group["params"])
+                torch.autograd.graph.increment_version([p for p in params if is_dtensor(p) and p.grad is not None])
             return result if norm is None else Measured(result, norm)
         finally:
-            for alias in aliases.values():
-                alias.plain.grad = None
+            for part in parts.values():
+                part.plain.grad = None
 
-    def whole_of(self, plain: Tensor) -> Tensor:
-        """Returns the parameter that a plain tensor stood for in the last step, or the tensor itself."""
-        found: Tensor | None = next((each.param for each in self._aliases.values() if each.plain is plain), None)
-        return plain if found is None else found
-
-    def _alias(
-        self, param: "DTensor", group: Group, state: dict[Tensor, Any], gathers: Gathers, label: Callable[[], str]
-    ) -> _Alias:
-        """Returns the alias of the step before if it is still valid, else a new one."""
-        local, before = local_part(param), self._aliases.get(id(param))
+    def _part(self, param: "DTensor", group: Group, state: dict[Tensor, Any], label: Callable[[], str]) -> Part:
+        """Returns the part of the step before if it is still valid, else a new one."""
+        local, before = local_part(param), self._parts.get(id(param))
         if before is not None and before.param is param:
             if before.local is local:
+                before.group = group
                 return before
             if before.local.dtype != local.dtype and state.get(param):
                 raise TypeError(
                     f"{label()} is {local.dtype} but was {before.local.dtype} in the step before. Cast it back, or "
                     "make a new optimizer for it (the state can be taken along with load_state_dict)."
                 )
-        if (reason := why_not(param, group, gathers)) is not None:
+        if (reason := why_not(param, group, self._rule.gathers)) is not None:
             raise NotImplementedError(f"{label()} {reason}.")
-        return _Alias(param, local, local.detach())
-
-    @staticmethod
-    def _treated(groups: list[Group], options: _C.StepOptions) -> tuple[Tensor | None, _C.StepOptions]:
-        """Returns the norm of all gradients on all ranks, if it is needed, and the options that clip by it."""
-        if options.max_grad_norm is None and not options.check_finite:
-            return None, options
-        params = [param for group in groups for param in group["params"]]
-        scale: Any = options.grad_scale
-        norm = sum_of_squares(params).sqrt() / scale
-        is_bad = ~norm.isfinite()
-        if options.max_grad_norm is not None:
-            scale = scale / (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        found: Any = is_bad.float()
-        if isinstance(options.found_inf, Tensor):
-            found = torch.maximum(found, options.found_inf.to(found))
-        else:
-            found = found.clamp(min=options.found_inf)
-        if options.overflow is not None:
-            options.overflow.copy_(is_bad)
-        if not norm.is_cuda:
-            scale, found = float(scale), float(found)
-        return norm, _C.StepOptions(grad_scale=scale, found_inf=found, zero_grads=options.zero_grads)
-
-    @staticmethod
-    def _write_back(
-        state: dict[Tensor, Any],
-        local_state: dict[Tensor, Any],
-        aliases: dict[int, _Alias],
-        groups: list[Group],
-    ) -> None:
-        """Copies the states that the step created or removed back to the optimizer's state."""
-        for group in groups:
-            for param in group["params"]:
-                plain = aliases[id(param)].plain if id(param) in aliases else param
-                if plain not in local_state:
-                    continue
-                local_values = local_state[plain]
-                if not is_dtensor(param):
-                    state[param] = local_values
-                    continue
-                values = state[param]
-                for name in [name for name in values if name not in local_values]:
-                    del values[name]
-                for name, value in local_values.items():
-                    if name not in values or local_value(values[name]) is not value:
-                        values[name] = shared_value(param, name, value)
+        return Part(param, local, local.detach(), group)
 
 
-def _with_share(options: _C.StepOptions, share: "Share | None") -> _C.StepOptions:
-    return _C.StepOptions(
-        grad_scale=options.grad_scale,
-        found_inf=options.found_inf,
-        max_grad_norm=options.max_grad_norm,
-        check_finite=options.check_finite,
-        zero_grads=options.zero_grads,
-        overflow=options.overflow,
-        share=share,
-    )
+def _treated(groups: list[Group], options: _C.StepOptions) -> tuple[Tensor | None, dict[str, Any]]:
+    """Returns the norm of all gradients on all ranks, if it is needed, and arguments of options that clip by it."""
+    names = ("grad_scale", "found_inf", "max_grad_norm", "check_finite", "zero_grads", "overflow")
+    if options.max_grad_norm is None and not options.check_finite:
+        return None, {name: getattr(options, name) for name in names}
+    scale: Any = options.grad_scale
+    norm = sum_of_squares(param for group in groups for param in group["params"]).sqrt() / scale
+    is_bad = ~norm.isfinite()
+    if options.max_grad_norm is not None:
+        scale = scale / (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    found: Any = is_bad.float()
+    if isinstance(options.found_inf, Tensor):
+        found = torch.maximum(found, options.found_inf.to(found))
+    else:
+        found = found.clamp(min=options.found_inf)
+    if options.overflow is not None:
+        options.overflow.copy_(is_bad)
+    if not norm.is_cuda:
+        scale, found = float(scale), float(found)
+    return norm, {"grad_scale": scale, "found_inf": found, "zero_grads": options.zero_grads}
+
+
+def _write_back(
+    state: dict[Tensor, Any], local_state: dict[Tensor, Any], parts: dict[int, Part], groups: list[Group]
+) -> None:
+    """Copies the states that the step created or removed back to the optimizer's state."""
+    for param in (param for group in groups for param in group["params"]):
+        part = parts.get(id(param))
+        found = local_state.get(param if part is None else part.plain)
+        if found is None:
+            continue
+        if part is None:
+            state[param] = found
+            continue
+        values = state[param]
+        for name in values.keys() - found.keys():
+            del values[name]
+        for name, value in found.items():
+            if name not in values or local_part(values[name]) is not value:
+                values[name] = shared_value(param, name, value)
 
 
 def _step_whole(
-    group: Group,
-    place: int,
-    param: "DTensor",
-    state: dict[Tensor, Any],
-    options: _C.StepOptions,
-    run: Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]],
+    group: Group, place: int, param: "DTensor", state: dict[Tensor, Any], options: _C.StepOptions, run: Run
 ) -> _C.StepResult:
     """Steps a parameter that every rank gathers; each rank keeps its part of parameter, gradient and state."""
     assert is_dtensor(param.grad)
     detached: Any = param.detach()
     whole: Tensor = detached.full_tensor()
-    _set_grad(whole, param.grad.full_tensor())
+    set_gradient(whole, param.grad.full_tensor())
     values = {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.get(param, {}).items()}
     wholes: dict[Tensor, Any] = defaultdict(dict, {whole: values} if values else {})
     alone = {**group, "params": [whole]}
@@ -272,15 +210,5 @@ def _step_whole(
 def _refuse_wrappers(groups: list[Group]) -> None:
     for index, group in enumerate(groups):
         for place, param in enumerate(group["params"]):
-            if param.grad is not None and wrappers.wraps_others(param):
-                raise NotImplementedError(f"{label_of(group, index, place)} {wrappers.why_not(param, param)}.")
-
-
-def _set_grad(plain: Tensor, grad: Tensor | None) -> None:
-    if grad is None:
-        plain.grad = None
-        return
-    local = local_part(grad)
-    if local.dtype != plain.dtype:
-        plain.grad_dtype = local.dtype
-    plain.grad = local
+            if param.grad is not None and (reason := why_not_stepped(param, param)) is not None:
+                raise NotImplementedError(f"{label_of(group, index, place)} {reason}.")

@@ -102,10 +102,13 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         others: list[Group] = []
         if fallback is not None:
             _check_fallback(fallback)
-            # torch's constructor takes matrices only, so that the other groups come after it.
-            parts = [_split(group, fallback) for group in _groups_of(params)]
-            others = [other for _, other in parts if other is not None]
-            params = [own for own, _ in parts if own is not None] or [{"params": [], "fallback": False}]
+            given: list[Any] = [] if isinstance(params, Tensor) or not isinstance(params, Iterable) else list(params)
+            if given:  # or torch's error
+                # torch's constructor takes matrices only, so that the other groups come after it.
+                groups = given if isinstance(given[0], dict) else [{"params": given}]
+                parts = [_split(group, fallback) for group in groups]
+                others = [other for _, other in parts if other is not None]
+                params = [own for own, _ in parts if own is not None] or [{"params": [], "fallback": False}]
         super().__init__(
             *(params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn),
             fallback=None if fallback is None else dict(fallback),
@@ -161,24 +164,6 @@ def _check_fallback(fallback: object) -> None:
             raise TypeError(
                 f"fallback has {name!r}, which AdamW has no option for; it takes: {', '.join(sorted(known))}"
             )
-
-
-def _groups_of(params: Any) -> list[Group]:
-    """Returns the constructor's parameters as a list of groups, as torch makes them.
-
-    Raises:
-        TypeError: The parameters are one tensor, or no iterable.
-    """
-    if isinstance(params, Tensor):
-        raise TypeError(
-            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got " + params.type()
-        )
-    if not isinstance(params, Iterable):
-        raise TypeError(f"params is a {type(params).__name__}, expected an iterable of tensors, pairs or dicts")
-    given = list(params)
-    if not given:
-        raise ValueError("optimizer got an empty parameter list")  # torch's words
-    return [*given] if isinstance(given[0], dict) else [{"params": given}]
 
 
 def _split(group: Group, fallback: Group) -> tuple[Group | None, Group | None]:

@@ -215,15 +215,6 @@ def test_an_overflow_changes_nothing(scaler_class: type) -> None:
     assert optimizer.state[params[0]]["step"] == 2
 
 
-def test_is_torchs_class() -> None:
-    params = make_params(shapes=[(3, 4)])
-    assert issubclass(optim.Adafactor, torch.optim.Adafactor)
-    ours, theirs = optim.Adafactor(params, 0.5), torch.optim.Adafactor(params, 0.5)
-    assert ours.param_groups[0].keys() == theirs.param_groups[0].keys()
-    with pytest.raises(TypeError, match="differentiable"):  # torch's class has no such argument either.
-        optim.Adafactor(params, differentiable=True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import drivetrain
 from drivetrain import optim
 from optim_cases import OWN_CLASSES, scaled
 
@@ -28,23 +27,6 @@ def test_refused_group_leaves_the_optimizer_as_it_was() -> None:
     optimizer.step()
     assert len(optimizer.param_groups) == 1
     assert torch.equal(plain.detach(), torch.full((3,), 0.5))
-
-
-def test_installed_classes_stay_torchs_for_wrappers() -> None:
-    torchs = torch.optim.SGD
-    ours, theirs = scaled(), scaled()
-    drivetrain.install(optim=True)
-    try:
-        with pytest.warns(UserWarning, match="torch.optim.SGD stays torch's own class: .*Scaled"):
-            optimizer = torch.optim.SGD([ours], lr=0.5, foreach=False)
-    finally:
-        drivetrain.uninstall()
-    assert type(optimizer) is torchs
-    for param, sgd in ((ours, optimizer), (theirs, torchs([theirs], lr=0.5, foreach=False))):
-        param.grad = torch.ones(3, 4)
-        sgd.step()
-    assert torch.equal(ours.data.value(), theirs.data.value())
-    assert not torch.equal(ours.data.value(), scaled().data.value())
 
 
 @pytest.mark.parametrize("name", [name for name in OWN_CLASSES if hasattr(torch.optim, name)])

@@ -280,8 +280,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Reading it on CUDA waits for the device; after the replay of a captured step it is the replay's norm.
         """
-        result = kept_of(self).result
-        return None if result is None else result.grad_norm
+        return kept_of(self).grad_norm
 
     @extra
     def last_step_skipped(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .. import _C
     from .in_backward import StepInBackward
-    from .sharded.step import Measured, Shards
+    from .sharded.step import Shards
 
 NAME = "_drivetrain"  # of the attribute
 WHY_NOT_CLIPPED = (
@@ -74,7 +74,15 @@ class Kept:
         self.overflow_flag: Tensor | None = None  # drivetrain.amp.GradScaler reads the next step's overflow from it
         self.in_backward: StepInBackward | None = None  # the result of step_in_backward(), until it is removed
         self.counts = Counts()
-        self.result: _C.StepResult | Measured | None = None  # of the last step
+        self.result: _C.StepResult | None = None  # of the last step
+        self.norm: Tensor | None = None  # of all ranks' gradients in the last step, if it was measured beforehand
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the last step's gradients, if the step needed it. Waits for the device."""
+        if self.norm is not None:
+            return float(self.norm)
+        return None if self.result is None else self.result.grad_norm
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _COPIED}

@@ -12,9 +12,9 @@ from . import precision, sparse
 from .engine import Engine
 from .rule import Group
 from .sharded import over_groups
-from .sharded.step import Measured, Shards
+from .sharded.step import Shards
 
-Result = _C.StepResult | Measured
+Result = tuple[_C.StepResult, Tensor | None]  # with the norm of all ranks' gradients, if it was measured beforehand
 
 
 def complete_states(
@@ -106,7 +106,7 @@ def step_groups(engine: Engine, groups: list[Group], reader: _C.StepReader, opti
     if kept.shards is None and not is_over_ranks:
         result, _ = run(groups, state, options)
         if not result.has_wrappers:
-            return result
+            return result, None
     kept.shards = kept.shards or Shards(engine.rule)
     return kept.shards.step(groups, state, options, run)
 

@@ -51,22 +51,22 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
     if kept.reader is None:  # Copied and unpickled optimizers have no reader.
         kept.reader = _C.StepReader()
     with pieces.in_place(engine.optimizer, with_gradients=True) as swapped:
-        result = native_step.step_all(engine, kept.reader, engine.step_options(overflow_flag))
+        result, norm = native_step.step_all(engine, kept.reader, engine.step_options(overflow_flag))
     if swapped is not None:
         if kept.zero_grads_in_step:
             swapped.zero_gradients()
         swapped.gather()
-    kept.result = result
+    kept.result, kept.norm = result, norm
     seconds = time.perf_counter() - begin
     if result.is_on_device:  # Reading the result would wait for the device.
         kept.counts.add(None, None, False, seconds)
         return
-    kept.counts.add(result.grad_norm, kept.max_grad_norm, result.skipped, seconds)
+    kept.counts.add(kept.grad_norm, kept.max_grad_norm, result.skipped, seconds)
     if overflow_flag is not None:
         overflow_flag.fill_(float(result.skipped))
     if result.skipped and getattr(engine.optimizer, "found_inf", None) is None:
         warnings.warn(
-            f"drivetrain.optim.{engine.class_name}: the norm of the gradients is {result.grad_norm}; the step was "
+            f"drivetrain.optim.{engine.class_name}: the norm of the gradients is {kept.grad_norm}; the step was "
             "left out, parameters and state are as before (later ones: see last_step_skipped).",
             stacklevel=6,
         )

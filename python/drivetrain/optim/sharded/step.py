@@ -3,7 +3,6 @@
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,29 +35,6 @@ if TYPE_CHECKING:
 Run = Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]]
 
 
-@dataclass
-class Measured:
-    """The result of a step whose norm was measured over the mesh beforehand."""
-
-    native: _C.StepResult
-    norm: Tensor
-
-    @property
-    def is_on_device(self) -> bool:
-        """True if only the device knows the result."""
-        return self.native.is_on_device
-
-    @property
-    def skipped(self) -> bool:
-        """True if the step was skipped."""
-        return self.native.skipped
-
-    @property
-    def grad_norm(self) -> float:
-        """The 2-norm of all gradients on all ranks."""
-        return float(self.norm)
-
-
 class Shards:
     """The parameters of one optimizer as plain tensors, kept between steps because the native reader caches them."""
 
@@ -68,10 +44,13 @@ class Shards:
 
     def step(
         self, groups: list[Group], state: dict[Tensor, Any], options: _C.StepOptions, run: Run
-    ) -> _C.StepResult | Measured:
+    ) -> tuple[_C.StepResult, Tensor | None]:
         """Steps this rank's part of every parameter, and leaves new states as DTensors in `state`.
 
         Every rank steps the whole of a parameter that the rule gathers, one parameter at a time.
+
+        Returns:
+            The result, and the norm of all ranks' gradients if the options need it.
         """
         parts: dict[int, Part] = {}
         local_state: dict[Tensor, Any] = defaultdict(dict)
@@ -114,7 +93,7 @@ class Shards:
             if result.is_on_device or not result.skipped:
                 params = (param for group in groups for param in group["params"])
                 torch.autograd.graph.increment_version([p for p in params if is_dtensor(p) and p.grad is not None])
-            return result if norm is None else Measured(result, norm)
+            return result, norm
         finally:
             for part in parts.values():
                 part.plain.grad = None

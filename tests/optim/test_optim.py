@@ -1,9 +1,7 @@
 """Tests the optimizers against a plain reference, torch, other instruction sets and bad input."""
 
-import copy
 import io
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -304,18 +302,6 @@ def test_closure_hooks_schedulers_and_tensor_lr() -> None:
     assert calls == ["pre", "post"]
     torch.testing.assert_close(param.detach(), torch.zeros(3))
     torch.testing.assert_close(torch.as_tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.05))
-
-
-def test_deepcopy_and_pickle_continue() -> None:
-    params = make_params(shapes=[(5,)])
-    optimizer = optim.AdamW(params)
-    set_grads(params)
-    optimizer.step()
-    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        param = clone.param_groups[0]["params"][0]
-        param.grad = params[0].grad.clone()
-        clone.step()
-        assert clone.state[param]["step"].item() == 2
 
 
 def test_grad_scaler_skips_and_unscales() -> None:

@@ -575,4 +575,5 @@ def test_deepcopy_and_pickle(name: str) -> None:
         assert public <= vars(clone).keys()
         assert_same(clone.state_dict(), optimizer.state_dict(), {"rtol": 0, "atol": 0})
         steps(1, clone)
+        assert all(int(state["step"]) == 3 for state in clone.state.values() if "step" in state)
     assert repr(optimizer) == repr(torch_optimizer)

@@ -166,17 +166,12 @@ def test_run_dies_of_a_signal_as_python_does(tmp_path: Path) -> None:
     assert _cli("run", str(path)).returncode == -signal.SIGTERM
 
 
-def test_run_without_a_script_that_exists(tmp_path: Path) -> None:
-    done = _cli("run", str(tmp_path / "none.py"))
+@pytest.mark.parametrize("target", [("none.py",), ("-m", "no_such_module_anywhere")], ids=" ".join)
+def test_run_without_a_script_that_exists(tmp_path: Path, target: tuple[str, ...]) -> None:
+    done = _cli("run", *target, cwd=tmp_path)
     assert done.returncode == 2
-    assert "none.py" in done.stderr
+    assert target[-1] in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_run_without_a_module_that_exists() -> None:
-    done = _cli("run", "-m", "no_such_module_anywhere")
-    assert done.returncode == 2
-    assert "no_such_module_anywhere" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -507,6 +507,7 @@ def test_what_is_no_count_is_named(result: Any) -> None:
         ({"peak_flops": -1.0}, ValueError, "peak_flops is -1.0, expected"),
         ({"flops": True}, ValueError, "flops is True, expected"),
         ({"peak_flops": "1e12"}, ValueError, "peak_flops is '1e12', expected"),
+        ({"report_hang_after": -1}, ValueError, "report_hang_after is -1, expected seconds >= 0"),
         ({"report_hang_after": None}, ValueError, "report_hang_after is None, expected seconds >= 0, or 0: never"),
         ({"count": 3}, TypeError, "count is 3, expected a function of a batch, or None"),
         ({"model": 3}, TypeError, "model is a int, expected a torch.nn.Module or None"),

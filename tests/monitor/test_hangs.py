@@ -218,8 +218,3 @@ def test_the_trace_tells_the_innermost_phase() -> None:
         assert reader.standing().phase == number_of("host")
     finally:
         reader.stop()
-
-
-def test_the_limit_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"report_hang_after is -1, expected seconds >= 0"):
-        Monitor(report_hang_after=-1)

@@ -75,10 +75,28 @@ class _Stop(Exception):
     """Ends a training early."""
 
 
+def arguments_of(folder: Path, **more: Any) -> Any:
+    """Returns the arguments of an HF training."""
+    from transformers import TrainingArguments
+
+    sizes = {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATE}
+    silent = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
+    return TrainingArguments(str(folder), use_cpu=True, num_train_epochs=EPOCHS, **sizes, **silent, **more)
+
+
+def lightning_trainer(folder: Path, **more: Any) -> Any:
+    """Returns a Trainer of Lightning that shows nothing."""
+    import lightning.pytorch as pl
+
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    silent = dict.fromkeys(names, False)
+    return pl.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **silent, **more)
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_huggingface(tmp_path: Path, evaluates: bool) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     from drivetrain.monitor.huggingface import MonitorCallback
 
@@ -94,21 +112,8 @@ def test_huggingface(tmp_path: Path, evaluates: bool) -> None:
             with span(OF_EVALUATION):
                 time.sleep(NAP_S)
 
-    arguments = TrainingArguments(
-        str(tmp_path),
-        use_cpu=True,
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=ROWS,
-        gradient_accumulation_steps=ACCUMULATE,
-        num_train_epochs=EPOCHS,
-        logging_steps=1,
-        eval_strategy="steps" if evaluates else "no",
-        eval_steps=2,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    how = {"eval_strategy": "steps" if evaluates else "no", "eval_steps": 2, "per_device_eval_batch_size": ROWS}
+    arguments = arguments_of(tmp_path, logging_steps=1, **how)
     trainer = Trainer(
         Model(),
         arguments,
@@ -125,7 +130,7 @@ def test_huggingface(tmp_path: Path, evaluates: bool) -> None:
 def test_a_callback_after_a_failed_training(tmp_path: Path) -> None:
     """A training that raises leaves the monitor active, and the next one ends it."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     from drivetrain.monitor.huggingface import MonitorCallback
 
@@ -135,17 +140,7 @@ def test_a_callback_after_a_failed_training(tmp_path: Path) -> None:
 
     kept = Kept()
     callback = MonitorCallback(to=[kept], progress=False)
-    arguments = TrainingArguments(
-        str(tmp_path),
-        use_cpu=True,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=ACCUMULATE,
-        num_train_epochs=EPOCHS,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    arguments = arguments_of(tmp_path)
     with pytest.raises(_Stop):
         Trainer(Model(), arguments, train_dataset=Rows(), callbacks=[Fail(), callback]).train()
     Trainer(Model(), arguments, train_dataset=Rows(), callbacks=[callback]).train()
@@ -181,19 +176,8 @@ def test_lightning(tmp_path: Path, validates: bool) -> None:
     kept = Kept()
     evaluated: list[bool] = []
     callback = MonitorCallback(to=[kept], progress=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=EPOCHS,
-        accumulate_grad_batches=ACCUMULATE,
-        val_check_interval=2 if validates else None,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[callback],
-    )
+    how = {"accumulate_grad_batches": ACCUMULATE, "val_check_interval": 2 if validates else None}
+    trainer = lightning_trainer(tmp_path, max_epochs=EPOCHS, callbacks=[callback], **how)
     start = trainer.profiler.start
     trainer.fit(Module(), DataLoader(Rows(), BATCH), DataLoader(Rows(), ROWS) if validates else None)
     check(kept, USED)
@@ -215,17 +199,7 @@ def test_lightning_ends_at_an_error(tmp_path: Path) -> None:
             return torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
     kept = Kept()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[MonitorCallback(to=[kept], progress=False)],
-    )
+    trainer = lightning_trainer(tmp_path, max_epochs=1, callbacks=[MonitorCallback(to=[kept], progress=False)])
     with pytest.raises(_Stop):
         trainer.fit(Module(), DataLoader(Rows(), BATCH))
     assert (kept.events[-1]["type"], kept.events[-1]["failed"]) == ("end", True)

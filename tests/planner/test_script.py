@@ -49,10 +49,13 @@ NUM_PARAMETERS = 256 * 512 + 512 + 512 * 16 + 16
 
 def planned(folder: Path, *arguments: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
-    command = [warm_python(), "-m", "drivetrain", "plan", "--json", "plan.json", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return ran(folder, "-m", "drivetrain", "plan", "--json", "plan.json", *arguments)
+
+
+def ran(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [warm_python(), *arguments], os.environ | {"OMP_NUM_THREADS": "1"} | environ
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 
@@ -273,14 +276,8 @@ def test_calibration_says_why_a_script_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, why: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    done = planned(
-        tmp_path,
-        "--gpu",
-        "cpu",
-        "--calibrate",
-        "train.py",
-        script=SLOW_DATA.replace("    loss.b", f"    {line}\n    loss.b"),
-    )
+    script = SLOW_DATA.replace("    loss.b", f"    {line}\n    loss.b")
+    done = planned(tmp_path, "--gpu", "cpu", "--calibrate", "train.py", script=script)
     assert done.returncode == 0, done.stderr
     assert "leaves out loaders and Python, because no iteration was measured" in done.stdout
     assert why in done.stdout
@@ -289,7 +286,7 @@ def test_calibration_says_why_a_script_is_not_measured(
 def test_a_measured_script_is_ended_in_time(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOW_DATA.replace("    loss.b", "    time.sleep(900)\n    loss.b"))
     code = "from drivetrain.planner.script import measure_script; measure_script('train.py', period=1, seconds=2.0)"
-    done = subprocess.run([warm_python(), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = ran(tmp_path, "-c", code)
     assert "PlanError: train.py has made 0 optimizer steps in 2 s, too few to measure an iteration" in done.stderr
 
 
@@ -313,9 +310,6 @@ for kind in (DataLoader, StatefulDataLoader):
         optimizer.step()
 """)
     code = "from drivetrain.planner.script import measure_script; print(measure_script('train.py', period=1, batch=5))"
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run(
-        [warm_python(), "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = ran(tmp_path, "-c", code, CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 0

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
-
-from warm_python import warm_python
+from test_script import ran
 
 HEAD = """
 import glob, json, logging, os, pickle, shutil, socket, sqlite3, subprocess, tempfile
@@ -133,18 +131,9 @@ finally:
 }
 
 
-def planned(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+def planned(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
-    command = [warm_python(), "-m", "drivetrain", "plan", "--json", str(folder.parent / "plan.json"), *options]
-    return subprocess.run(
-        [*command, "--gpu", "cpu", "train.py"],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return ran(folder, "-m", "drivetrain", "plan", "--json", "../plan.json", "--gpu", "cpu", "train.py")
 
 
 def contents(folder: Path) -> dict[str, object]:

@@ -10,8 +10,8 @@
 namespace drivetrain::budget {
 
 // A pass may leave out operations of its plan, insert some, or repeat some. The cursor expects the operations of the
-// plan in their order. Another operation matches nothing, until as many in a row as the constants in plan_cursor.cpp
-// tell occur in the plan. The pass then goes on there.
+// plan in their order. Other operations match nothing. If the expected one does not come soon, the cursor moves to
+// another place of the plan that has the last operations in a row. plan_cursor.cpp has the numbers.
 class PlanCursor {
  public:
   // plan: null matches nothing.
@@ -32,6 +32,7 @@ class PlanCursor {
 
   const TapePlan* const plan_;
   int32_t next_ = 0;
+  int32_t num_unmatched_ = 0;                               // operations in a row
   std::array<const std::string*, kLongestRun - 1> last_{};  // the names of the last operations, the latest first
 };
 

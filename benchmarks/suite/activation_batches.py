@@ -3,8 +3,10 @@
 The models are transformers', with random weights. A padded batch has an attention mask, whose operations no plan has.
 """
 
+import importlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,7 @@ _MIB = 2**20
 
 def model_named(name: str) -> nn.Module:
     """Returns a small model with dropout in training mode."""
-    import transformers as tf
-
+    tf: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
     width, layers, heads = 64, 8, 4
     sizes = {"vocab_size": _VOCABULARY, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}

@@ -231,9 +231,8 @@ bool is_short(const StepReader& read) {
 StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vector<std::string>& rules,
                 const py::list& hypers, const std::vector<Precision>& precisions, const py::dict& state,
                 const py::list& fresh, const StepOptions& options) {
-  StepReader own =
-      of_optimizer.busy ? of_optimizer.of_another_thread() : StepReader();  // Two threads step one optimizer.
-  StepReader& reader = of_optimizer.busy ? own : of_optimizer;
+  StepReader own;
+  StepReader& reader = of_optimizer.busy ? own : of_optimizer;  // Two threads step one optimizer.
   struct Busy {
     StepReader& reader;
     explicit Busy(StepReader& r) : reader(r) { reader.busy = true; }
@@ -273,10 +272,7 @@ Share as_share(std::optional<py::function> share) {
 
 void register_optim(py::module_& m) {
   register_state(m);
-  py::class_<StepReader>(m, "StepReader")
-      .def(py::init())
-      .def("leave_out", &StepReader::leave_out, py::arg("params"))
-      .def("take_refused", [](StepReader& reader) { return std::exchange(reader.refused, py::list()); });
+  py::class_<StepReader>(m, "StepReader").def(py::init());
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](StepOptions::Scalar grad_scale, StepOptions::Scalar found_inf,
                        std::optional<double> max_grad_norm, bool check_finite, bool zero_grads,

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cctype>
-#include <exception>
 #include <optional>
 
 #include "base/check.h"
@@ -86,24 +85,12 @@ bool StepReader::lacks_state(const Entry& entry, const StateValues& values) cons
   return false;
 }
 
-// Adds the jobs of all parameters, and reads those that are not plain. Collects the errors of all parameters before it
-// throws the first.
+// Adds the jobs of all parameters, and reads those that are not plain.
 void StepReader::add_jobs() {
-  std::exception_ptr first;
   for (size_t i = 0; i < entries_.size(); ++i) {
-    try {
-      if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
-      if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
-    } catch (const py::error_already_set&) {
-      throw;
-    } catch (const InvariantError&) {
-      throw;
-    } catch (const std::exception& error) {
-      if (first == nullptr) first = std::current_exception();
-      refuse(entries_[i], error.what());
-    }
+    if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
+    if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
   }
-  if (first != nullptr) std::rethrow_exception(first);
 }
 
 void StepReader::read_other(const Entry& entry) {

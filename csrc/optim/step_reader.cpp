@@ -62,7 +62,6 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes
   fresh_.clear();
   for (const py::handle& param : fresh) fresh_.insert(param.ptr());
   missing = py::list();
-  refused = py::list();
   has_wrappers = false;
 }
 
@@ -86,7 +85,6 @@ void StepReader::end() {
   state_position_ = 0;
   states_by_param_.clear();
   entries_.clear();
-  left_entries_.clear();
   groups_.clear();
   owns_ = false;
   owned_storages_.clear();
@@ -98,7 +96,6 @@ void StepReader::own() const {
   if (owns_) return;
   owns_ = true;
   for (const Entry& entry : entries_) own(entry);
-  for (const Entry& entry : left_entries_) own(entry);
 }
 
 // Takes references to a parameter, its gradient and its state, and to their memory, which `tensor.data = other` frees.
@@ -144,31 +141,9 @@ void StepReader::find_entries() {
     DT_INVARIANT(params != nullptr && PyList_Check(params));
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(params); ++k) {
       PyObject* param = PyList_GET_ITEM(params, k);
-      Entry entry = {param, nullptr, static_cast<uint32_t>(i), static_cast<uint32_t>(k)};
-      if (!is_left_out_.empty() && is_left_out_.contains(param)) {
-        left_entries_.push_back(entry);
-        continue;
-      }
-      entry.state = find_state(param);
-      entries_.push_back(entry);
+      entries_.push_back({param, find_state(param), static_cast<uint32_t>(i), static_cast<uint32_t>(k)});
     }
   }
-}
-
-void StepReader::leave_out(const std::vector<py::object>& params) {
-  left_out_ = params;
-  is_left_out_.clear();
-  for (const py::object& param : params) is_left_out_.insert(param.ptr());
-}
-
-StepReader StepReader::of_another_thread() const {
-  StepReader reader;
-  reader.leave_out(left_out_);
-  return reader;
-}
-
-void StepReader::refuse(const Entry& entry, const std::string& reason) {
-  refused.append(py::make_tuple(py::handle(entry.param), reason));
 }
 
 // Returns state[param], or null. Usually the dict is in the parameters' order; otherwise a map finds tensors by
@@ -216,41 +191,19 @@ void StepReader::check_apart() {
       if (writes_grads_) add(written[i].grad, i, true);
     }
   }
-  for (size_t i = 0; i < left_entries_.size(); ++i) {
-    const at::Tensor& param = THPVariable_Unpack(left_entries_[i].param);
-    const bool has_memory = has_own_memory(param) && param.layout() == at::kStrided;
-    if (has_memory && param.unsafeGetTensorImpl()->unsafe_storage().data() != nullptr) {
-      add(param.unsafeGetTensorImpl(), written.size() + i, false);
-    }
-  }
   if (memory_ == known_as_apart_) return;  // This is the case in most steps.
   known_as_apart_ = memory_;
   std::sort(memory_.begin(), memory_.end(),
             [](const WrittenMemory& a, const WrittenMemory& b) { return a.begin < b.begin; });
-  std::unordered_set<const Entry*> together;
-  std::string first_reason;
-  size_t furthest = 0;  // of the memory so far, the one with the last end
   for (size_t i = 1; i < memory_.size(); ++i) {
-    const bool is_apart = memory_[i].begin >= memory_[furthest].end;
-    const bool both_left = std::min(memory_[i].owner, memory_[furthest].owner) >= written.size();
-    if (!is_apart && !both_left) {
-      const std::string reason = why_together(memory_[furthest], memory_[i]);
-      if (first_reason.empty()) first_reason = reason;
-      for (const WrittenMemory& memory : {memory_[furthest], memory_[i]}) {
-        const bool is_left = memory.owner >= written.size();
-        if (!is_left && together.insert(&entry_of(memory)).second) refuse(entry_of(memory), reason);
-      }
-    }
-    if (memory_[i].end > memory_[furthest].end) furthest = i;
+    if (memory_[i].begin >= memory_[i - 1].end) continue;
+    known_as_apart_.clear();
+    throw UserError(why_together(memory_[i - 1], memory_[i]));
   }
-  if (first_reason.empty()) return;
-  known_as_apart_.clear();
-  throw UserError(first_reason);
 }
 
 const StepReader::Entry& StepReader::entry_of(const WrittenMemory& memory) const {
-  return memory.owner < written.size() ? entries_[entry_of_[memory.owner]]
-                                       : left_entries_[memory.owner - written.size()];
+  return entries_[entry_of_[memory.owner]];
 }
 
 // Describes two pieces of memory that overlap.

@@ -27,7 +27,7 @@ bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Ten
 struct WrittenMemory {
   const char* begin;
   const char* end;
-  uint32_t owner;  // index into StepReader::written, or behind it into the parameters that are left out
+  uint32_t owner;  // index into StepReader::written
   bool is_grad;
 
   bool operator==(const WrittenMemory&) const = default;
@@ -59,15 +59,9 @@ class StepReader {
   void add_group(pybind11::handle group, size_t index, const RuleInfo& rule, pybind11::handle hypers,
                  const Precision& precision);
 
-  // Leaves these parameters out of all steps: another step of the caller steps them, at another time than this one.
-  // The caller keeps the objects alive.
-  void leave_out(const std::vector<pybind11::object>& params);
-
-  // Reads all groups. Throws an error that names the parameter, before anything has changed. `refused` then has it, and
-  // every other parameter with an error.
+  // Reads all groups. Throws an error that names the parameter, before anything has changed.
   void read();
 
-  pybind11::list refused;  // (parameter, message of its error)
   pybind11::list
       missing;  // (parameter, index of its group, label): has a gradient, but states are missing or need conversion
   bool has_wrappers = false;  // a parameter with a gradient is a wrapper (a DTensor), so nothing was done
@@ -83,9 +77,6 @@ class StepReader {
   void end();
 
   bool busy = false;  // another thread's step is running
-
-  // Returns a reader that leaves out the same parameters.
-  StepReader of_another_thread() const;
 
  private:
   struct Group {
@@ -146,7 +137,6 @@ class StepReader {
   void add_job(const Entry& entry, const Reading& reading);
 
   bool was_cast(size_t index) const;
-  void refuse(const Entry& entry, const std::string& reason);
   void check_apart();
   std::string why_together(const WrittenMemory& first, const WrittenMemory& second) const;
   const Entry& entry_of(const WrittenMemory& memory) const;
@@ -166,12 +156,9 @@ class StepReader {
   Py_ssize_t state_position_ = 0;
   std::unordered_map<PyObject*, PyObject*> states_by_param_;  // empty if states are in the parameters' order
   std::unordered_set<PyObject*> fresh_;
-  std::vector<pybind11::object> left_out_;
-  std::unordered_set<PyObject*> is_left_out_;
   bool writes_grads_ = false;
   std::vector<Group> groups_;
   std::vector<Entry> entries_;
-  std::vector<Entry> left_entries_;  // of the parameters that are left out
   std::vector<Reading> readings_;
   std::vector<Stepped> stepped_;  // in the order of the entries; set only after a complete read
   mutable bool owns_ = false;

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import _C
 from .copies import Copies, StepClock, copies_of
 from .host_link import HostLink
-from .trace import STORAGE_FORMATS, Pass, Trace
+from .trace import STORAGE_FORMATS, Trace, TracedValue
 
 RECOMPUTE = -1
 SAVE = 0
@@ -75,7 +75,10 @@ class ChosenPolicy:
             made_by = {write: (op, i) for op, made in enumerate(one.ops) for i, write in enumerate(made.writes)}
             saved = trace.saves_without_hooks(begin, one, as_they_are)
             unhooked = set().union(*saved.values())
-            kept = self._kept_bytes(begin, one, needed)
+            kept = itertools.accumulate(
+                sum(_kept_bytes(one.values[write], stored_as[write]) for write in op.writes if begin + write in needed)
+                for op in one.ops
+            )
             plans.append(
                 [
                     PlannedOp(
@@ -90,26 +93,12 @@ class ChosenPolicy:
                         ],
                         trace.modules[op.module] if op.module >= 0 else "",
                         op.writes,
-                        kept[index],
+                        kept_bytes,
                     )
-                    for index, op in enumerate(one.ops)
+                    for index, (op, kept_bytes) in enumerate(zip(one.ops, kept, strict=True))
                 ]
             )
         return plans
-
-    def _kept_bytes(self, begin: int, one: Pass, needed: set[int]) -> list[int]:
-        """Returns the bytes that a pass keeps up to each of its operations."""
-
-        def kept(value: int) -> int:
-            choice = self.policy[begin + value]
-            if choice == RECOMPUTE or begin + value not in needed:
-                return 0
-            if choice == SAVE:
-                return one.values[value].num_bytes
-            cost = one.values[value].formats[choice - 1]
-            return 0 if cost.storage_format == STORAGE_FORMATS["host"] else cost.num_bytes
-
-        return list(itertools.accumulate(sum(map(kept, op.writes)) for op in one.ops))
 
     def needed(self, trace: Trace) -> tuple[set[int], list[set[int]]]:
         """Returns the values that backward or its replays read, and per pass the operations that are replayed."""
@@ -131,6 +120,14 @@ class ChosenPolicy:
         copies = plain.get("copies")
         fields = {("policy" if name == "keeping" else name): value for name, value in plain.items()}  # its old name
         return cls(**{**fields, "copies": None if copies is None else Copies.from_dict(copies)})
+
+
+def _kept_bytes(value: TracedValue, stored_as: int) -> int:
+    """Returns the bytes that a value takes on its device, by how the recorder stores it."""
+    if stored_as in (SAVE, UNPLANNED):
+        return value.num_bytes
+    costs = {cost.storage_format: cost.num_bytes for cost in value.formats}
+    return 0 if stored_as in (RECOMPUTE, STORAGE_FORMATS["host"]) else costs[stored_as]
 
 
 def choose(trace: Trace, budget_bytes: int, link: HostLink | None = None, host_bytes: int = 0) -> ChosenPolicy:

@@ -469,3 +469,25 @@ def test_bits_and_bytes_on_a_gpu(name: str, offload: str | None) -> None:
     assert_same_bits(run.result(), expected)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.live_bytes == 0
+
+
+def test_a_replay_has_the_switches_of_its_forward() -> None:
+    """oneDNN and torch's own kernels sum in another order."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6400, 512), nn.GELU(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.GELU()]
+    model, x = nn.Sequential(*layers, nn.Linear(512, 8)), torch.randn(8, 6400)
+
+    def step() -> None:
+        model.zero_grad()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            loss = model(x).square().mean()
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+        loss.backward()
+        assert torch._C._get_mkldnn_enabled()
+
+    expected = gradients(model, step)
+    plan = drivetrain.activation_budget(model, lambda: model(x).square().mean().backward(), "60%")
+    assert_same_bits(gradients(model, step), expected)
+    plan.remove()

@@ -104,6 +104,7 @@ at::Tensor Replay::take(const TensorRef& ref) {
 }
 
 void Replay::materialize(int32_t value) {
+  std::optional<recompute::SwitchesGuard> switches;
   std::vector<int32_t> todo{value};
   while (!todo.empty()) {
     const Value& next = tape_.values[todo.back()];
@@ -119,7 +120,9 @@ void Replay::materialize(int32_t value) {
     for (auto read = reads.rbegin(); read != reads.rend(); ++read) {
       if (!tape_.values[*read].held.defined()) todo.push_back(*read);
     }
-    if (todo.size() == before) replay(next.op);
+    if (todo.size() > before) continue;
+    if (!switches) switches.emplace(switches_);
+    replay(next.op);
   }
 }
 

@@ -13,6 +13,7 @@
 #include "budget/recorder/read_checks.h"
 #include "budget/recorder/tape.h"
 #include "budget/recorder/value_store.h"
+#include "recompute/ambient.h"
 
 namespace drivetrain::budget {
 
@@ -55,6 +56,7 @@ class Replay {
   ValueStore& store_;
   const ReadChecks& checks_;
   const std::shared_ptr<MemoryTracker> tracker_;
+  const recompute::Switches switches_ = recompute::Switches::now();  // when the forward pass began
   bool has_counted_users_ = false;
   bool is_abandoned_ = false;
   bool is_interrupted_ = false;  // a replay failed after it had taken over the memory of a value

@@ -347,20 +347,6 @@ def test_an_overflow_in_one_part_leaves_the_step_out_everywhere(on_ranks: Run) -
     on_ranks(_scaler)
 
 
-def _versions() -> None:
-    (param,) = make(mesh_of(2), [Shard(0)])[:1]
-    optimizer = optim.SGD([param], lr=0.1)
-    loss = (param * param).sum()
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_autograd_sees_that_the_step_has_written(on_ranks: Run) -> None:
-    on_ranks(_versions)
-
-
 def _cast() -> None:
     params = make(mesh_of(2), [Shard(0)])
     module = nn.ParameterList(params)

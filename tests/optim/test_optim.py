@@ -14,8 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import drivetrain
 from drivetrain import _C, optim
 from drivetrain.optim.precision import SCALAR_NAMES
-from optim_cases import CASES, TOLERANCES, TORCHS, assert_same, cases, copies, make_params, set_grads
-from reference.adam import adam
+from optim_cases import (
+    CASES,
+    TOLERANCES,
+    assert_same,
+    assert_same_bits_everywhere,
+    cases,
+    copies,
+    make_params,
+    set_grads,
+)
 
 
 def decoupled(ours: type) -> dict[str, bool]:
@@ -43,58 +51,11 @@ def test_matches_the_plain_reference(case: str, dtype: torch.dtype, isa: str) ->
 
 
 @cases
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_matches_torch_with_its_states(case: str, dtype: torch.dtype) -> None:
-    ours, theirs, _, options = CASES[case]
-    params = make_params(dtype)
-    torch_params = copies(params)
-    optimizer, torch_optimizer = ours(params, **options), theirs(torch_params, **options)
-    for _ in range(5):
-        set_grads(params, torch_params)
-        optimizer.step()
-        torch_optimizer.step()
-    assert_same(params, torch_params, **TOLERANCES[dtype])
-    for param, torch_param in zip(params, torch_params, strict=True):
-        state, torch_state = optimizer.state[param], torch_optimizer.state[torch_param]
-        assert {k for k, v in state.items() if v is not None} == {k for k, v in torch_state.items() if v is not None}
-        for name, value in torch_state.items():
-            if value is not None:
-                assert state[name].dtype == value.dtype
-                torch.testing.assert_close(state[name], value, **TOLERANCES[dtype])
-
-
-@cases
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_every_instruction_set_gives_the_same_bits(case: str, dtype: torch.dtype) -> None:
+def test_neither_instruction_sets_nor_threads_change_the_bits(case: str, dtype: torch.dtype) -> None:
     ours, _, _, options = CASES[case]
-    start, results = make_params(dtype, shapes=[(1000,), (33,)]), []
-    for isa in _C.available_isas():
-        _C.force_isa(isa)
-        torch.manual_seed(1)
-        params = copies(start)
-        optimizer = ours(params, **options)
-        for _ in range(3):
-            set_grads(params)
-            optimizer.step()
-        results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
-    _C.force_isa("")
-    for other in results[1:]:
-        assert_same(results[0], other, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_do_not_change_the_bits(threads: int) -> None:
-    start, results = make_params(shapes=[(40_001,), (7,), (90_000,)]), []
-    before = torch.get_num_threads()
-    for count in (1, threads):
-        torch.set_num_threads(count)
-        torch.manual_seed(1)
-        params = copies(start)
-        set_grads(params)
-        optim.AdamW(params).step()
-        results.append(params)
-    torch.set_num_threads(before)
-    assert_same(*results, rtol=0, atol=0)
+    start = make_params(dtype, shapes=[(1000,), (33,), (40_001,)])
+    assert_same_bits_everywhere(start, lambda params: ours(params, **options), steps=3)
 
 
 def test_a_large_step_really_runs_on_torchs_threads() -> None:
@@ -130,52 +91,12 @@ def test_stores_round_to_nearest_even_as_torch_does(isa: str) -> None:
             assert torch.equal(param.detach().nan_to_num(123.0), values.to(dtype).nan_to_num(123.0))
 
 
-def test_16_bit_parameters_take_float32_gradients() -> None:
-    param = torch.randn(1000, dtype=torch.bfloat16).requires_grad_()
-    expected = param.detach().double()
-    param.grad_dtype = torch.float32
-    param.grad = torch.randn(1000)
-    optim.AdamW([param], lr=0.1).step()
-    expected = adam(expected, param.grad.double(), {}, lr=0.1, weight_decay=0.01, decoupled=True)
-    one_ulp = {"rtol": 2**-7, "atol": 0.0}  # float32 and float64 may round a tie differently.
-    torch.testing.assert_close(param.detach().double(), expected.to(torch.bfloat16).double(), **one_ulp)
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_parameters_match_torch(dtype: torch.dtype) -> None:
-    params = [torch.randn(5, 7, dtype=dtype).requires_grad_()]
-    torch_params = copies(params)
-    optimizer, torch_optimizer = optim.AdamW(params), torch.optim.AdamW(torch_params)
-    for _ in range(3):
-        set_grads(params, torch_params)
-        optimizer.step()
-        torch_optimizer.step()
-    assert_same(params, torch_params, rtol=1e-5, atol=1e-6)
-
-
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.randn(5, 7).t(),
     "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "with_holes": lambda: torch.randn(6, 10)[:, ::2],
     "view": lambda: torch.randn(100)[30:60],
 }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("grad_contiguous", [False, True])
-@cases
-def test_other_strides(layout: str, grad_contiguous: bool, case: str) -> None:
-    ours, theirs, _, options = CASES[case]
-    param = LAYOUTS[layout]().requires_grad_()
-    torch_param = param.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-    optimizer, torch_optimizer = ours([param], **options), theirs([torch_param], **options)
-    for _ in range(3):
-        torch_param.grad = torch.randn(param.shape)
-        grad = torch_param.grad.clone()
-        param.grad = grad if grad_contiguous else torch.empty_like(param).copy_(grad)
-        optimizer.step()
-        torch_optimizer.step()
-    assert_same([param], [torch_param], **TOLERANCES[torch.float32])
 
 
 @cases
@@ -218,116 +139,6 @@ def test_state_of_torchs_fused_class_loads() -> None:
     assert ours.state[params[0]]["step"].item() == 2
 
 
-@pytest.mark.parametrize("name", TORCHS)
-def test_is_torchs_class_with_torchs_constructor(name: str) -> None:
-    ours, theirs = getattr(optim, name), TORCHS[name]
-    assert issubclass(ours, theirs)
-    params = make_params(shapes=[(3, 4)])
-    assert ours(params, 0.5).param_groups[0].keys() == theirs(params, 0.5).param_groups[0].keys()
-    with pytest.raises(ValueError, match=r"[Ll]earning rate"):
-        ours(make_params(shapes=[(3, 4)]), lr=-1.0)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        ours([])
-    if name in ("Adafactor", "Muon"):  # torch's class has no such argument either.
-        with pytest.raises(TypeError, match="differentiable"):
-            ours(params, differentiable=True)
-
-
-def test_groups_have_their_own_options_and_steps() -> None:
-    params, late = make_params(shapes=[(5,), (6,)]), make_params(shapes=[(7,)])
-    torch_params, torch_late = copies(params), copies(late)
-    optimizers = []
-    for cls, first, second in ((optim.AdamW, params, late), (torch.optim.AdamW, torch_params, torch_late)):
-        optimizer = cls([{"params": first[:1], "lr": 0.1}, {"params": first[1:], "amsgrad": True}], lr=0.01)
-        optimizers.append((optimizer, first + second, second))
-    for step in range(4):
-        set_grads(optimizers[0][1], optimizers[1][1])
-        for optimizer, _, second in optimizers:
-            if step == 2:
-                optimizer.add_param_group({"params": second, "weight_decay": 0.5})
-            optimizer.step()
-    assert_same(optimizers[0][1], optimizers[1][1], **TOLERANCES[torch.float32])
-    assert optimizers[0][0].state[late[0]]["step"].item() == 2
-
-
-def test_parameters_without_gradient_are_left_alone() -> None:
-    params = make_params(shapes=[(5,)] * 9)
-    torch_params = copies(params)
-    optimizer, torch_optimizer = optim.AdamW(params), torch.optim.AdamW(torch_params)
-    for step in range(4):
-        set_grads(params, torch_params)
-        for i in range(9):
-            if step and i % 3 != step % 3:
-                params[i].grad = torch_params[i].grad = None
-        optimizer.step()
-        torch_optimizer.step()
-    assert_same(params, torch_params, **TOLERANCES[torch.float32])
-    assert [optimizer.state[p]["step"] for p in params] == [torch_optimizer.state[p]["step"] for p in torch_params]
-
-
-def test_state_replaced_behind_its_back_is_seen() -> None:
-    params = make_params(shapes=[(5,), (6,)])
-    torch_params = copies(params)
-    optimizer, torch_optimizer = optim.AdamW(params), torch.optim.AdamW(torch_params)
-    for step in range(5):
-        set_grads(params, torch_params)
-        for each, ps in ((optimizer, params), (torch_optimizer, torch_params)):
-            each.step()
-            if step == 1:
-                each.state[ps[0]]["exp_avg"] = torch.ones(5)
-                each.state[ps[1]]["exp_avg_sq"].data = torch.full((6,), 4.0)
-            if step == 2:
-                ps[1].data = torch.arange(6.0)
-            if step == 3:
-                each.state[ps[0]] = {}
-    assert_same(params, torch_params, **TOLERANCES[torch.float32])
-
-
-def test_closure_hooks_schedulers_and_tensor_lr() -> None:
-    param = torch.ones(3, requires_grad=True)
-    optimizer = optim.SGD([param], lr=torch.tensor(0.5))
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (param**2).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 3.0
-    scheduler.step()
-    assert calls == ["pre", "post"]
-    torch.testing.assert_close(param.detach(), torch.zeros(3))
-    torch.testing.assert_close(torch.as_tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.05))
-
-
-def test_grad_scaler_skips_and_unscales() -> None:
-    param = torch.ones(4, requires_grad=True)
-    reference = torch.ones(4, requires_grad=True)
-    for p, cls in ((param, optim.AdamW), (reference, torch.optim.AdamW)):
-        optimizer = cls([p], lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
-        for factor in (1.0, float("inf"), 2.0):
-            optimizer.zero_grad()
-            scaler.scale((p * factor).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    torch.testing.assert_close(param, reference)
-    assert param.isfinite().all()
-
-
-def test_autograd_notices_that_parameters_changed() -> None:
-    param = torch.ones(3, requires_grad=True)
-    loss = (param * param).sum()
-    param.grad = torch.ones(3)
-    optim.SGD([param], lr=0.1).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_conjugate_and_negative_views() -> None:
     for view in (torch.Tensor.conj, lambda x: x.conj().imag):
         param = view(torch.randn(5, dtype=torch.complex64)).requires_grad_()
@@ -361,45 +172,6 @@ else:
 
 class TestBadInput:
     """Each error names the parameter, what came and what was expected, and leaves everything as it was."""
-
-    def expect(self, bad: Tensor, error: type[Exception], message: str, named: bool = True) -> None:
-        good = torch.ones(4, requires_grad=True)
-        good.grad = torch.ones(4)
-        params = [("good", good), ("layer.bad", bad)] if named else [good, bad]
-        optimizer = optim.AdamW(params)
-        before = bad.detach().clone()
-        with pytest.raises(error, match=message):
-            optimizer.step()
-        assert torch.equal(good.detach(), torch.ones(4))
-        assert torch.equal(bad.detach(), before)
-        assert all(state["step"].item() == 0 for state in optimizer.state.values())
-
-    def test_gradient_of_another_dtype(self) -> None:
-        bad = torch.ones(3, requires_grad=True)
-        bad.grad_dtype = None
-        bad.grad = torch.ones(3, dtype=torch.float64)
-        self.expect(bad, TypeError, "parameter 'layer.bad' is Float but its gradient is Double: expected Float")
-
-    def test_gradient_of_another_dtype_without_names(self) -> None:
-        bad = torch.ones(3, requires_grad=True)
-        bad.grad_dtype = None
-        bad.grad = torch.ones(3, dtype=torch.int64)
-        self.expect(bad, TypeError, r"parameter 1 of param_groups\[0\] \(shape \[3\]\)", named=False)
-
-    def test_sparse_gradient(self) -> None:
-        embedding = torch.nn.Embedding(4, 3, sparse=True)
-        embedding(torch.tensor([1])).sum().backward()
-        self.expect(embedding.weight, RuntimeError, "'layer.bad' has a sparse gradient")
-
-    def test_state_of_another_shape(self) -> None:
-        param = torch.ones(3, requires_grad=True)
-        param.grad = torch.ones(3)
-        optimizer = optim.AdamW([("p", param)])
-        optimizer.step()
-        optimizer.state[param]["exp_avg"] = torch.zeros(4)
-        with pytest.raises(TypeError, match=r"'p': its state 'exp_avg' is Float of shape \[4\].*expected.*\[3\]"):
-            optimizer.step()
-        assert optimizer.state[param]["step"].item() == 1
 
     def test_tensor_subclass_that_wraps_others(self) -> None:
         with FakeTensorMode():

@@ -42,12 +42,10 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum
 
 from drivetrain.amp import GradScaler
-from optim_cases import assert_updates_agree
 from optim_db_cases import (
     CAPTURABLE,
     ERROR_INPUTS,
     INFOS,
-    MUON,
     TOLERANCES,
     WITH_MUON,
     assert_same,
@@ -82,26 +80,6 @@ def test_the_same_steps(name: str, index: int, dtype: torch.dtype) -> None:
     for group in torch_optimizer.param_groups:
         group["foreach"] = None
     assert_same_dicts(optimizer.state_dict(), torch_optimizer.state_dict(), TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize("entry", [pytest.param(e, id=e.desc) for e in MUON.optim_inputs_func(device="cpu")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_muon_moves_as_torchs(entry: Any, dtype: torch.dtype) -> None:
-    params = make_params(dtype)
-    torch_params = references(params)
-    made = [
-        cls(own, **copy.deepcopy(entry.kwargs))
-        for cls, own in zip(classes("Muon"), (params, torch_params), strict=True)
-    ]
-    for _ in range(4):
-        before = references(torch_params)
-        for param, other in zip(params, before, strict=True):
-            param.detach().copy_(other.detach())
-        steps(1, *made)
-        assert_updates_agree(params, torch_params, before, 0.05)
-    states = [each.state_dict() for each in made]
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    assert_same(states[0]["state"], states[1]["state"], TOLERANCES[dtype])
 
 
 @every_input
@@ -455,18 +433,6 @@ def test_schedulers(name: str, scheduler: str, tensor_lr: bool) -> None:
         for each in schedulers:
             each.step(*([1.0 + step] if scheduler == "ReduceLROnPlateau" else []))
         assert made[0].param_groups[0]["lr"] == made[1].param_groups[0]["lr"]
-    assert_same(params, torch_params)
-
-
-@pytest.mark.parametrize("which", range(7))
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_combinations_of_schedulers_from_the_table(name: str, which: int) -> None:
-    optimizer, torch_optimizer, params, torch_params = pair(name, lr=0.01)
-    made = [[make(each) for make in INFOS[name].scheduler_inputs[which]] for each in (optimizer, torch_optimizer)]
-    for step in range(5):
-        steps(1, optimizer, torch_optimizer)
-        for each in (scheduler for schedulers in made for scheduler in schedulers):
-            each.step(*([1.0 + step] if isinstance(each, lr_scheduler.ReduceLROnPlateau) else []))
     assert_same(params, torch_params)
 
 

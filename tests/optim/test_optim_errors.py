@@ -159,15 +159,6 @@ def test_a_bad_lr_in_a_tensor(name: str, value: float) -> None:
     assert_fails(optimizer.step, optimizer, ValueError, r"param_groups\[1\]: lr is")
 
 
-@classes
-def test_a_scheduler_that_comes_to_nan(name: str) -> None:
-    optimizer, _ = make(name)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda step: math.nan if step else 1.0])
-    optimizer.step()
-    scheduler.step()
-    assert_fails(optimizer.step, optimizer, ValueError, r"param_groups\[1\]: lr is nan")
-
-
 @pytest.mark.parametrize(
     ("hyper", "value", "error", "match"),
     [
@@ -321,18 +312,6 @@ def test_a_remainder_is_not_left_behind_by_a_cast() -> None:
     assert_fails(optimizer.step, optimizer, TypeError, "parameter 'first' is Float but was BFloat16")
 
 
-def test_state_that_is_loaded_may_have_another_dtype() -> None:
-    optimizer, params = make()
-    saved = optimizer.state_dict()
-    for param in params:
-        param.grad = None
-        param.data = param.data.bfloat16()
-    optimizer.load_state_dict(saved)
-    set_grads(params)
-    optimizer.step()
-    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float32
-
-
 def test_a_gradient_of_another_shape() -> None:
     optimizer, params = make()
     params[1].data = torch.zeros(8)
@@ -452,26 +431,6 @@ def test_state_of_another_optimizer(given: str, taken: str) -> None:
     match = rf"param_groups\[0\] of the state dict has .*it is the state of another optimizer than {taken}"
     assert_fails(lambda: optimizer.load_state_dict(saved), optimizer, ValueError, match)
     optimizer.step()
-
-
-@classes
-def test_state_of_torchs_other_optimizers(name: str) -> None:
-    optimizer, params = make(name)
-    for other in (
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adadelta,
-        torch.optim.ASGD,
-        torch.optim.Rprop,
-    ):
-        if other.__name__ == name or (other is torch.optim.RAdam and name in ("Adam", "AdamW")):
-            continue
-        theirs = other([{"params": [("a", params[0])]}, {"params": [("b", params[1]), ("c", params[2])]}])
-        set_grads(params)
-        theirs.step()
-        saved = theirs.state_dict()
-        assert_fails(lambda saved=saved: optimizer.load_state_dict(saved), optimizer, ValueError, "another optimizer")
 
 
 def test_a_loaded_state_without_its_step() -> None:

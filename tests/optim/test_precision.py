@@ -19,7 +19,7 @@ from drivetrain.optim.rule import rule_of
 from drivetrain.planner.formats import kept_32_bits, state_bytes
 from drivetrain.planner.trace import ParameterInfo
 from effort import rounds
-from optim_cases import CASES, cases
+from optim_cases import CASES, assert_same_bits_everywhere, cases
 from precision_cases import HALVES, PRECISIONS, everything, make_params, precisions, same_bits, set_grads
 from reference import formats
 
@@ -322,30 +322,9 @@ def test_neither_instruction_sets_nor_threads_change_the_bits(precision: str, dt
     if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
         pytest.skip("24 bits are for bfloat16 parameters")
     # The parameters have many blocks, do not end with a block, and are cut between threads.
-    shapes = [(37, 4111), (3, 5), (129, 257), (300_001, 1), (2, 2)]
-    first = make_params(dtype, shapes)
-    grads = [[torch.randn(s).to(dtype) for s in shapes] for _ in range(2)]
-    found: dict[Any, list[Tensor]] = {}
-    threads_before = torch.get_num_threads()
-    try:
-        for isa in _C.available_isas():
-            for threads in (1, 2, 3):
-                _C.force_isa(isa)
-                torch.set_num_threads(threads)
-                params = [p.detach().clone().requires_grad_() for p in first]
-                optimizer = optim.AdamW(params, **PRECISIONS[precision], min_8bit_size=0, max_grad_norm=1.0)
-                for step in grads:
-                    for param, grad in zip(params, step, strict=True):
-                        param.grad = grad.clone()
-                    optimizer.step()
-                state = [v for p in params for v in optimizer.state[p].values()]
-                found[isa, threads] = [p.detach() for p in params] + state
-    finally:
-        _C.force_isa("")
-        torch.set_num_threads(threads_before)
-    one, *others = found.values()
-    for other in others:
-        assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+    start = make_params(dtype, [(37, 4111), (3, 5), (129, 257), (300_001, 1), (2, 2)])
+    options = {**PRECISIONS[precision], "min_8bit_size": 0, "max_grad_norm": 1.0}
+    assert_same_bits_everywhere(start, lambda params: optim.AdamW(params, **options))
 
 
 @pytest.mark.parametrize("rule", [optim.AdamW, optim.SGD])
@@ -618,17 +597,6 @@ def test_an_overflow_under_a_scaler_changes_nothing(scaler_class: type) -> None:
     assert scaler.get_scale() == 2.0
 
 
-def test_an_overflow_in_the_first_step_leaves_no_state_behind() -> None:
-    params = make_params(torch.bfloat16)
-    optimizer = optim.AdamW(params, state_bits=8, master_bits=24, min_8bit_size=0, max_grad_norm=1.0)
-    params[0].grad = torch.full_like(params[0], math.nan)
-    with pytest.warns(UserWarning, match="left out"):
-        optimizer.step()
-    assert not optimizer.state
-    steps(optimizer, params)
-    assert optimizer.state[params[0]]["step"] == 2
-
-
 def test_memory_of_states() -> None:
     param = torch.randn(1024, 1024).bfloat16().requires_grad_()
     for master_bits, limit in ((32, 8.2), (24, 7.2)):
@@ -747,22 +715,6 @@ def test_frozen_parameters_may_have_any_dtype() -> None:
     params[0].grad = torch.ones(3)
     optimizer.step()
     assert list(optimizer.state) == [params[0]]
-
-
-def test_a_state_without_its_scales_is_named() -> None:
-    params = make_params(torch.bfloat16)
-    optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=0)
-    steps(optimizer, params)
-    del optimizer.state[params[0]]["exp_avg_scales"]
-    before = [p.detach().clone() for p in params]
-    for param in params:
-        param.grad = torch.randn_like(param)
-    with pytest.raises(
-        ValueError,
-        match=r"parameter 0 of .*exp_avg.* 8-bit state .* needs 9 float32 scales, one per block of 256; got none",
-    ):
-        optimizer.step()
-    assert all(same_bits(a, b.detach()) for a, b in zip(before, params, strict=True))
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import drivetrain
 from drivetrain import _C, optim
@@ -178,33 +178,6 @@ def test_a_state_without_its_scalars_is_refused(name: str) -> None:
         optimizer.load_state_dict(saved)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("RAdam", "Adamax"), ("Adamax", "RAdam"), ("NAdam", "RAdam")])
-def test_the_state_of_another_class_is_refused(saved: str, loaded: str) -> None:
-    optimizer, _, params, _ = pair(saved)
-    set_grads(params)
-    optimizer.step()
-    other = getattr(optim, loaded)(copies(params))
-    with pytest.raises(ValueError, match=f"the state of another optimizer than {loaded}"):
-        other.load_state_dict(optimizer.state_dict())
-    assert not other.state
-
-
-def test_another_default_dtype_makes_scalars_of_it() -> None:
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        optimizer, torch_optimizer, params, torch_params = pair("NAdam", torch.float64)
-        for _ in range(3):
-            set_grads(params, torch_params)
-            optimizer.step()
-            torch_optimizer.step()
-    finally:
-        torch.set_default_dtype(before)
-    assert optimizer.state[params[0]]["mu_product"].dtype == torch.float64
-    assert optimizer.state[params[0]]["mu_product"] == torch_optimizer.state[torch_params[0]]["mu_product"]
-    assert_same(params, torch_params, rtol=1e-12, atol=1e-13)
-
-
 def test_rprop_starts_complex_step_sizes_as_torch() -> None:
     outcomes = []
     for cls in (optim.Rprop, torch.optim.Rprop):
@@ -219,12 +192,6 @@ def test_rprop_starts_complex_step_sizes_as_torch() -> None:
 
 
 # ---- Schedule-free AdamW.
-
-
-def regression() -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    data = torch.randn(64, 8)
-    return nn.Linear(8, 1), data, data @ torch.randn(8, 1)
 
 
 @pytest.mark.parametrize(
@@ -272,39 +239,9 @@ def test_eval_moves_to_the_average_and_train_back(dtype: torch.dtype, options: d
     optimizer.step()
 
 
-def test_the_average_is_nearer_to_the_solution() -> None:
-    model, data, targets = regression()
-    optimizer = optim.AdamWScheduleFree(model.parameters(), lr=0.1, warmup_steps=10)
-    generator = torch.Generator().manual_seed(1)
-    first = None
-    for _ in range(300):
-        rows = torch.randint(0, 64, (4,), generator=generator)
-        loss = (model(data[rows]) - targets[rows]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        first = loss.item() if first is None else first
-    optimizer.eval()
-    with torch.no_grad():
-        assert (model(data) - targets).square().mean() < 1e-3 * first
-
-
 def test_a_beta_of_zero_has_no_average() -> None:
     with pytest.raises(ValueError, match=r"betas\[0\] is 0"):
         optim.AdamWScheduleFree(make_params(), betas=(0.0, 0.9))
-
-
-def test_adopt_moves_nothing_in_its_first_step() -> None:
-    params = make_params()
-    before = [param.detach().clone() for param in params]
-    optimizer = optim.ADOPT(params, weight_decay=0.1, decoupled_weight_decay=True)
-    set_grads(params)
-    optimizer.step()
-    assert all(torch.equal(param, other) for param, other in zip(params, before, strict=True))
-    assert all(torch.equal(optimizer.state[p]["exp_avg_sq"], p.grad.square()) for p in params)
-    set_grads(params)
-    optimizer.step()
-    assert all(not torch.equal(p, other) for p, other in zip(params, before, strict=True) if p.numel() > 0)
 
 
 def test_scalars_are_known_by_name() -> None:

@@ -166,34 +166,6 @@ def test_clip_grad_norm_is_torchs(dtype: torch.dtype, max_norm: float, norm_type
     assert_same([p.grad for p in params], [p.grad for p in references], rtol=tolerance, atol=1e-6)
 
 
-def test_clip_grad_norm_counts_versions_as_torch_does() -> None:
-    """torch's function always multiplies, also by 1; a factor of 1 changes no bit."""
-    param, reference = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
-    param.grad, reference.grad = torch.ones(4), torch.ones(4)
-    for max_norm in (3.0, 1.0):
-        norms = [
-            clip([each], max_norm)
-            for clip, each in ((drivetrain.clip_grad_norm_, param), (torch.nn.utils.clip_grad_norm_, reference))
-        ]
-        assert norms[0] == norms[1] == 2.0
-        assert_same([param.grad], [reference.grad], rtol=0, atol=0)
-        assert param.grad._version == reference.grad._version
-
-
-@on_devices
-def test_clip_grad_norm_of_what_is_not_finite() -> None:
-    param, reference = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    for bad in (math.inf, math.nan):
-        param.grad, reference.grad = torch.tensor([1.0, bad, 2.0]), torch.tensor([1.0, bad, 2.0])
-        with pytest.raises(RuntimeError, match="non-finite"):
-            drivetrain.clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
-        assert_same([param.grad], [reference.grad], equal_nan=True)
-        drivetrain.clip_grad_norm_(param, 1.0)
-        torch.nn.utils.clip_grad_norm_(reference, 1.0)
-        assert_same([param.grad], [reference.grad], equal_nan=True)
-    assert drivetrain.clip_grad_norm_([], 1.0).item() == 0.0
-
-
 # ---- Overflows.
 
 

@@ -77,20 +77,6 @@ def test_clipping_without_a_scaler_has_torchs_bits(dtype: torch.dtype, max_norm:
     both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))  # float16 raises torch's error
 
 
-def test_every_thread_count_has_torchs_norm() -> None:
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            params = [torch.randn(70_001, 3).requires_grad_(), torch.randn(5).requires_grad_()]
-            ours, theirs = Loop(True, params, adamw), Loop(False, copy.deepcopy(params), adamw)
-            set_scaled_grads(ours, theirs)
-            both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))
-            both(ours, theirs, lambda loop: loop.clip(loop.params, 1.0))
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_on_many_threads_have_torchs_bits(dtype: torch.dtype) -> None:
     """Each thread computes norms of its own. torch's function computes them one after the other."""

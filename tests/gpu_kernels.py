@@ -47,7 +47,7 @@ def optimizers(device: str) -> Iterator[Any]:
 
 def _one_case_per_rule() -> list[tuple[type, dict[str, Any]]]:
     cases: dict[str, tuple[type, dict[str, Any]]] = {}
-    for ours, _, _, options in CASES.values():
+    for ours, _, options in CASES.values():
         optimizer = ours(make_params(), **options)
         cases.setdefault(rule_of(type(optimizer)).name_of(optimizer.param_groups[0]), (ours, options))
     return list(cases.values())

@@ -56,7 +56,7 @@ def assert_same_bits(on_cpu: Any, on_device: Any) -> None:
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_treated_gradients_give_the_cpus_bits(case: str, max_norm: float, zero: bool, dtype: torch.dtype) -> None:
-    ours, _, _, options = CASES[case]
+    ours, _, options = CASES[case]
     optimizers = pair(ours, {**options, "max_grad_norm": max_norm, "zero_grads_in_step": zero}, dtype)
     for _ in range(3):
         set_grads(*map(params_of, optimizers))
@@ -105,7 +105,7 @@ def test_any_found_inf_above_0_counts(value: float) -> None:
 
 @cases
 def test_a_step_does_not_wait_for_the_device(case: str) -> None:
-    ours, _, _, options = CASES[case]
+    ours, _, options = CASES[case]
     optimizer = pair(ours, {**options, "max_grad_norm": 1.0, "zero_grads_in_step": True})[1]
     set_grads(params_of(optimizer))
     optimizer.step()
@@ -118,7 +118,7 @@ def test_a_step_does_not_wait_for_the_device(case: str) -> None:
 @pytest.mark.parametrize("precision", ["as_it_is", *PRECISIONS])
 def test_a_first_step_does_not_wait_for_the_device_either(case: str, precision: str) -> None:
     """The first step makes the states, and the second one converts them."""
-    ours, _, _, options = CASES[case]
+    ours, _, options = CASES[case]
     whole = {**options, **PRECISIONS.get(precision, {}), "min_8bit_size": 0, "max_grad_norm": 1.0}
     on_cpu, on_device = pair(ours, whole, torch.bfloat16)
     set_grads(params_of(on_cpu), params_of(on_device))
@@ -231,7 +231,7 @@ def test_a_captured_step_is_the_cpus(precision: str, dtype: torch.dtype) -> None
 )
 def test_every_rule_in_every_storage_can_be_captured(case: str, precision: str, dtype: torch.dtype) -> None:
     """Captures a step, in which a wait for the device would raise."""
-    ours, _, _, options = CASES[case]
+    ours, _, options = CASES[case]
     whole = {**options, **PRECISIONS.get(precision, {}), "min_8bit_size": 0, "zero_grads_in_step": True}
     on_cpu, on_device = pair(ours, {**whole, "max_grad_norm": 1.0}, dtype)
     cpu_params, params = params_of(on_cpu), params_of(on_device)

@@ -22,7 +22,7 @@ from optim_cases import CASES, cases
 from precision_cases import PRECISIONS
 
 SHAPES: list[Any] = [(64, 48), (48, 300), (0, 4), (300, 17)]
-OPTIMIZERS = {name: (ours, options) for name, (ours, _, _, options) in CASES.items()}
+OPTIMIZERS = {name: (ours, options) for name, (ours, _, options) in CASES.items()}
 OPTIMIZERS |= {"muon": (optim.Muon, {}), "adafactor": (optim.Adafactor, {})}
 
 
@@ -129,7 +129,7 @@ def test_a_number_on_the_device_is_looked_at() -> None:
 @cases
 def test_a_first_step_on_the_cpu_starts_from_torchs_states(case: str) -> None:
     """States of every case and dtype have the initial values and layouts of torch's before the first step."""
-    ours, _, _, options = CASES[case]
+    ours, _, options = CASES[case]
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         params = [torch.zeros(5, 7, dtype=dtype).t().requires_grad_(), torch.zeros((), dtype=dtype).requires_grad_()]
         optimizer = ours(params, **{**options, "lr": 0.25})

@@ -246,7 +246,7 @@ def stored(dtype: torch.dtype, extra: Tensor | None, values: Tensor) -> Tensor:
 def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
         pytest.skip("24 bits are for bfloat16 parameters")
-    ours, _, _, options = CASES[case]
+    ours, _, options = CASES[case]
     params = make_params(dtype)
     optimizer = ours(params, **options, **PRECISIONS[precision], min_8bit_size=1000)
     for step in range(3):
@@ -724,7 +724,7 @@ def test_frozen_parameters_may_have_any_dtype() -> None:
 def test_cuda_gives_the_cpus_bits(case: str, precision: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
         pytest.skip("24 bits are for bfloat16 parameters")
-    ours, _, _, options = CASES[case]
+    ours, _, options = CASES[case]
     params = make_params(dtype)
     on_gpu = [p.detach().cuda().requires_grad_() for p in params]
     optimizers = [ours(own, **options, **PRECISIONS[precision], min_8bit_size=0) for own in (params, on_gpu)]

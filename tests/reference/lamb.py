@@ -1,8 +1,8 @@
 """LAMB, one tensor at a time, written from the paper's algorithm 2, and as an optimizer (torch has none)."""
 
+import torch
 from torch import Tensor
 
-from reference.adam import advance_moments
 from reference.as_optimizer import AsOptimizer
 
 
@@ -23,8 +23,12 @@ def lamb(
 ) -> Tensor:
     """Returns the new parameter; `state` (step and moments, in the computing dtype) is updated in place."""
     beta1, beta2 = betas
-    step = advance_moments(state, -grad if maximize else grad, betas, None if grad_averaging else 1)
-    mean, mean_sq = state["exp_avg"], state["exp_avg_sq"]
+    if maximize:
+        grad = -grad
+    state["step"] = state.get("step", torch.zeros(())) + 1
+    step, zeros = int(state["step"]), torch.zeros_like(grad)
+    mean = state["exp_avg"] = beta1 * state.get("exp_avg", zeros) + (1 - beta1 if grad_averaging else 1) * grad
+    mean_sq = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * grad**2
     if bias_correction:
         mean, mean_sq = mean / (1 - beta1**step), mean_sq / (1 - beta2**step)
     direction = mean / (mean_sq.sqrt() + eps) + weight_decay * param

@@ -13,6 +13,9 @@
 namespace drivetrain::budget {
 namespace {
 
+constexpr c10::DispatchKeySet kTransformKeys({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                              c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+
 // The pass that this thread records.
 struct ThreadState {
   std::shared_ptr<RecordedPass> pass;
@@ -29,9 +32,10 @@ ThreadState& thread_state() {
 }
 
 // Returns whether the operation must be dispatched on without being recorded. Either the operations that it consists of
-// will be recorded, or a layer before autograd still changes its arguments.
+// will be recorded, or a transform of torch.func still changes its arguments, or a compiler traces it.
 bool is_passed_on(const c10::OperatorHandle& op, const OpTraits& traits, c10::DispatchKeySet keys) {
-  if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
+  if (keys.has_any(kTransformKeys)) return true;
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PythonDispatcher)) return true;
   const c10::DispatchKeySet autocast = keys & c10::autocast_dispatch_keyset;
   if (!autocast.empty() && op.hasKernelForDispatchKey(autocast.highestPriorityTypeId())) return true;
   if (!traits.is_composite) return false;

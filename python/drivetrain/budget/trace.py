@@ -369,10 +369,27 @@ def _recorded(
             raise
 
 
+def _pass_on_higher_order_operators() -> None:
+    """Makes torch.cond, scan and other higher-order operators bypass the recorder, which records what they call.
+
+    torch's dispatcher has no fallback for them.
+    """
+    from torch import _ops
+
+    key = torch._C._parse_dispatch_key(_C.activation_recorder_key())
+    later: list[Any] = getattr(_ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", [])
+    if key in later:
+        return
+    later.append(key)
+    for operator_of_torch in _ops._higher_order_ops.values():
+        operator_of_torch.fallthrough(key)
+
+
 class Recording:
     """Records every outermost forward pass of the model, as a context manager."""
 
     def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
+        _pass_on_higher_order_operators()
         self._recorder = recorder
         recorder.set_model(model)
         self._call = _C.ActivationCall(recorder, model)

@@ -51,29 +51,6 @@ LAYOUTS = {
 }
 MOST_REGISTERS = {"A": 48, "B": 56, "C": 56, "D": 64, "E": 64, "F": 64, "H": 64}
 
-# Instructions per element of the kernels that chose formats at run time, of commit 62af386 compiled by nvcc 13.0.
-# tests/run_time_kernel_count.py counts them in one turn of the loop over tiles, without the code before it. The figures
-# of today's kernels include that code: a lane has 4 or 8 elements there, and no loop.
-BEFORE = {
-    "Adam A": 107.5,
-    "Adam B": 113.5,
-    "Adam C": 128.8,
-    "Adam D": 144.2,
-    "Adam E": 188.0,
-    "Adam F": 214.5,
-    "Adam H": 169.8,
-    "Sgd A": 38.8,
-    "Sgd C": 45.2,
-    "SgdMomentum A": 61.2,
-    "SgdMomentum C": 74.0,
-    "Adagrad A": 81.5,
-    "Adagrad C": 94.2,
-    "Rmsprop A": 84.5,
-    "Rmsprop C": 97.2,
-    "Lion A": 66.5,
-    "Lion C": 78.8,
-}
-
 
 @dataclass
 class Kernel:
@@ -250,14 +227,13 @@ def measure(kernel: Kernel) -> Measured:
 
 
 def table(all_measured: Iterable[Measured]) -> str:
-    lines = [f"{'kernel':46} registers  bytes/lane  threads/SM  KiB in progress  instructions/element: before, now"]
+    lines = [f"{'kernel':46} registers  bytes/lane  threads/SM  KiB in progress  instructions/element"]
     for measured in all_measured:
         kernel = measured.kernel
-        before = BEFORE.get(f"{kernel.rule} {kernel.layout}")
         lines.append(
             f"{kernel.name:46} {kernel.registers:9}  {measured.bytes_under_way:10}  {measured.threads:10}"
             f"  {measured.bytes_under_way * measured.threads / 1024:13.0f}"
-            f"  {'-' if before is None else f'{before:.0f}':>28}, {measured.per_element:.0f}"
+            f"  {measured.per_element:20.0f}"
         )
     return "\n".join(lines)
 

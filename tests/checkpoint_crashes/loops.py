@@ -57,29 +57,11 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def plain(run: Run) -> None:
-    model, loader = net(), shuffled()
-    optimizer = drivetrain.optim.AdamW(model.parameters(), lr=1e-2)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                descend(optimizer, loss := loss_of(model, rows))
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    _over(run, shuffled())
 
 
 def resumable_sampler(run: Run) -> None:
-    model, rows_of = net(), Rows()
-    loader = DataLoader(rows_of, BATCH, sampler=ResumableSampler(rows_of, seed=3))
-    optimizer = drivetrain.optim.AdamW(model.parameters(), lr=1e-2, state_bits=8, min_8bit_size=32)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader) as ckpt:
-        for epoch in range(ckpt.epoch, EPOCHS):
-            loader.sampler.set_epoch(epoch)
-            for rows in loader:
-                descend(optimizer, loss := loss_of(model, rows))
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    _over(run, DataLoader(Rows(), BATCH, sampler=ResumableSampler(ROWS, seed=3)), state_bits=8, min_8bit_size=32)
 
 
 def schedule_per_epoch(run: Run) -> None:
@@ -94,59 +76,6 @@ def schedule_per_epoch(run: Run) -> None:
                     scheduler.step()
                 ckpt.step()
                 if run.ends(model, loss):
-                    return
-
-
-def warm_up(run: Run) -> None:
-    model, loader = net(), shuffled()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=7)
-    down = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [up, down], milestones=[7])
-    with run.checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                optimizer.zero_grad(set_to_none=False)
-                loss = loss_of(model, rows)
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                scheduler.step()
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
-
-
-def plateau(run: Run) -> None:
-    model, loader = net(), shuffled()
-    held_out = Rows(2).values
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    with run.checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                descend(optimizer, loss := loss_of(model, rows))
-                if ckpt.steps % 4 == 3:
-                    model.eval()
-                    with torch.no_grad():
-                        scheduler.step(loss_of(model, held_out))
-                    model.train()
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
-
-
-def averaged(run: Run) -> None:
-    model, loader = net(), shuffled()
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    optimizer = drivetrain.optim.AdamW(model.parameters(), lr=1e-2)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader, extra={"ema": ema}) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                descend(optimizer, loss := loss_of(model, rows))
-                ema.update_parameters(model)
-                ckpt.step()
-                if run.ends(ema, loss):
                     return
 
 
@@ -212,26 +141,6 @@ def two_optimizers(run: Run) -> None:
                 loss.backward()
                 of_critic.step()
                 descend(of_generator, -critic(fake).mean())
-                ckpt.step()
-                if run.ends(both, loss):
-                    return
-
-
-def critic_ratio(run: Run) -> None:
-    """Steps the generator once for three steps of the critic."""
-    generator, critic, loader = nn.Linear(4, 6), nn.Linear(6, 1), shuffled()
-    both = nn.ModuleDict({"generator": generator, "critic": critic})
-    of_generator, of_critic = (torch.optim.RMSprop(one.parameters(), lr=1e-3) for one in (generator, critic))
-    with run.checkpointer(model=both, optimizer=[of_generator, of_critic], data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                loss = critic(generator(torch.randn(len(rows), 4)).detach()).mean() - critic(rows).mean()
-                descend(of_critic, loss)
-                with torch.no_grad():
-                    for param in critic.parameters():
-                        param.clamp_(-0.01, 0.01)
-                if ckpt.steps % 3 == 2:
-                    descend(of_generator, -critic(generator(torch.randn(len(rows), 4))).mean())
                 ckpt.step()
                 if run.ends(both, loss):
                     return
@@ -359,10 +268,10 @@ def stateful_loader(run: Run) -> None:
     _over(run, StatefulDataLoader(Rows(), BATCH, shuffle=True))
 
 
-def _over(run: Run, loader: Any) -> None:
+def _over(run: Run, loader: Any, **options: Any) -> None:
     """Trains over a loader, and looks at a batch of it now and then."""
     model = net()
-    optimizer = drivetrain.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = drivetrain.optim.AdamW(model.parameters(), lr=1e-2, **options)
     with run.checkpointer(model=model, optimizer=optimizer, data=loader) as ckpt:
         for epoch in range(ckpt.epoch, EPOCHS):
             if hasattr(loader.sampler, "set_epoch"):
@@ -483,42 +392,6 @@ def replay_buffer(run: Run) -> None:
                 return
 
 
-def carried_hidden_state(run: Run) -> None:
-    """Carries the hidden state of a recurrent network from batch to batch."""
-    model = nn.ModuleDict({"cell": nn.GRUCell(6, 12), "head": nn.Linear(12, 2)})
-    model.register_buffer("hidden", torch.zeros(BATCH, 12))
-    loader = shuffled(drop_last=True)
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                hidden = model["cell"](rows, model.hidden)
-                descend(optimizer, loss := model["head"](hidden).square().mean())
-                model.hidden.copy_(hidden.detach())
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
-
-
-def own_noise(run: Run) -> None:
-    """Adds noise of a generator of its own to each gradient, as private training does."""
-    model, loader, noise = net(), shuffled(), torch.Generator().manual_seed(6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader, generators=[noise]) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                optimizer.zero_grad()
-                loss = loss_of(model, rows)
-                loss.backward()
-                for param in model.parameters():
-                    if param.grad is not None:
-                        param.grad += 0.1 * torch.randn(param.shape, generator=noise)
-                optimizer.step()
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
-
-
 def closure(run: Run) -> None:
     model, loader = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), shuffled()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
@@ -610,10 +483,10 @@ def curriculum(run: Run) -> None:
 LOOPS: dict[str, Callable[[Run], None]] = {
     loop.__name__: loop
     for loop in (
-        *(plain, resumable_sampler, schedule_per_epoch, warm_up, plateau, averaged, averages_swapped_in),
-        *(stochastic_weight_averaging, two_optimizers, critic_ratio, accumulates_by_hand, accumulation_window, scaled),
-        *(weighted_sampler, subset_sampler, batch_sampler, buckets_by_length, repeated_augmentation, workers),
-        *(persistent_workers, stateful_loader, consumed_samples, drawn_batches, early_stopping, replay_buffer),
-        *(carried_hidden_state, own_noise, closure, thawed, two_loaders, endless, curriculum),
+        *(plain, resumable_sampler, schedule_per_epoch, averages_swapped_in, stochastic_weight_averaging),
+        *(two_optimizers, accumulates_by_hand, accumulation_window, scaled, weighted_sampler, subset_sampler),
+        *(batch_sampler, buckets_by_length, repeated_augmentation, workers, persistent_workers, stateful_loader),
+        *(consumed_samples, drawn_batches, early_stopping, replay_buffer, closure, thawed, two_loaders, endless),
+        curriculum,
     )
 }

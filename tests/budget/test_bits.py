@@ -31,22 +31,6 @@ from drivetrain.budget.plan import RECOMPUTE, SAVE, ChosenPolicy, PlannedOp
 from drivetrain.budget.trace import Recording, Trace, profile
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_bits_with_everything_forgotten(name: str) -> None:
-    expected = Run(name).result()
-    run = Run(name)
-    _, recorder = forget_all(run.model, run.step)
-    fresh = Run(name)
-    run.model.zero_grad()
-    run.inputs.grad = None
-    if name == "random":
-        run.model.own.set_state(fresh.model.own.get_state())
-    assert_same_bits(run.result(), expected)
-    assert recorder.num_replayed > 0
-    assert recorder.live_bytes == 0
-    assert recorder.divergence == ""
-
-
 def any_choice(trace: Trace, share: float, choose: random.Random) -> _C.ActivationRecorder:
     """Makes a recorder that recomputes a random share of the values."""
     policy = [

@@ -1,8 +1,6 @@
 """Tests that activation_budget stops recording and frees memory when a step, its backward or planning ends early."""
 
-import contextlib
 import copy
-import ctypes
 import gc
 import io
 import itertools
@@ -34,7 +32,6 @@ NUM_MOMENTS = {
     "forward": rounds(30, 90),
     "with": rounds(10, 30),
     "backward": rounds(15, 40),
-    "planning": rounds(15, 40),
 }
 WAIT_SECONDS = 60
 AFTERWARDS = {drivetrain.activation_budget.__code__}  # It only returns the plan after planning.
@@ -163,11 +160,6 @@ def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
         if where == "backward":
             loss = forward()
             return run_until(at, lambda: loss.backward())
-        if where == "planning":
-            reference = copy.deepcopy(model)
-            return run_until(
-                at, lambda: drivetrain.activation_budget(reference, lambda: reference(x).backward(), "60%")
-            )
         return run_until(at, forward if where == "forward" else forward_in_with)
 
     run(0)  # modules are imported
@@ -332,25 +324,6 @@ def alarms() -> Iterator[list[int]]:
     signal.signal(signal.SIGALRM, before)
 
 
-def test_signal_handlers_that_raise(model: Model, step: Step, alarms: list[int]) -> None:
-    expected = gradients(model, step)
-    plan = drivetrain.activation_budget(model, step, "60%")
-    model.when_called = lambda: signal.raise_signal(signal.SIGALRM)
-    with pytest.raises(TimeoutError):
-        step()
-    model.when_called = lambda: None
-    assert_clean(plan)
-    for milliseconds in range(1, 11):
-        alarms.clear()
-        signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
-        with contextlib.suppress(TimeoutError):
-            while not alarms:  # an exception that comes while an object is freed is printed, and not raised
-                step()
-        assert_clean(plan)
-    for one, other in zip(gradients(model, step), expected, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("kind", ["pre", "forward", "always called", "backward", "of saved tensors", "of all modules"])
 def test_hooks_that_raise(kind: str, error: type[BaseException], model: Model, step: Step) -> None:
@@ -401,38 +374,6 @@ def test_a_solver_that_raises(
     assert set(vars(model)) == before
     assert_clean()
     drivetrain.activation_budget(model, step, "60%")
-
-
-def test_an_exception_from_another_thread(model: Model, step: Step) -> None:
-    plan = drivetrain.activation_budget(model, step, "60%")
-    reached, is_sent = threading.Event(), threading.Event()
-    found: list[object] = []
-
-    def pause() -> None:
-        reached.set()
-        assert is_sent.wait(WAIT_SECONDS)
-
-    def work() -> None:
-        try:
-            step()
-        except KeyboardInterrupt:
-            found.append("interrupted")
-        model.when_called = lambda: None
-        assert_clean(plan)
-        step()
-        found.append("clean")
-
-    model.when_called = pause
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert reached.wait(WAIT_SECONDS)
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
-    is_sent.set()
-    thread.join(WAIT_SECONDS)
-    assert found == ["interrupted", "clean"]
-    step()
-    assert_clean(plan)
 
 
 def test_a_backward_that_fails_while_it_recomputes_says_so_when_it_is_run_again() -> None:

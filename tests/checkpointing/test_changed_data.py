@@ -135,27 +135,6 @@ def test_samplers_that_draw_by_themselves(kind: str, draws: str, workers: int, t
         assert seen_batches(folder, make, plain_loop, stop) + seen_batches(folder, make, plain_loop) == whole, stop
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
-@pytest.mark.parametrize("draws", ["at iter()", "first"])
-@pytest.mark.parametrize("kind", ["python", "torch's global"])
-def test_samplers_that_draw_by_themselves_at_another_number_of_workers(
-    kind: str, draws: str, before: int, after: int, tmp_path: Path
-) -> None:
-    """DataLoader calls `iter()` of a sampler once without workers, and twice with some."""
-
-    def make(workers: int) -> Callable[[], Any]:
-        options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        return lambda: DataLoader(range(LENGTH), batch_sampler=Buckets(kind, draws), **options)  # type: ignore[arg-type]
-
-    whole = seen_batches(tmp_path / "whole", make(before), plain_loop)
-    for stop in (1, 2, 5, 8):
-        folder = tmp_path / str(stop)
-        begun = seen_batches(folder, make(before), plain_loop, stop)
-        epoch = begun[-1][0]
-        found = begun + [one for one in seen_batches(folder, make(after), plain_loop) if one[0] == epoch]
-        assert found == [one for one in whole if one[0] <= epoch], stop
-
-
 @pytest.mark.parametrize("workers", [(0, 0, 0), (2, 2, 2), (0, 2, 0), (0, 2, 2), (2, 0, 0), (2, 0, 2)])
 @pytest.mark.parametrize("draws", ["at iter()", "first"])
 @pytest.mark.parametrize("kind", ["python", "torch's global"])

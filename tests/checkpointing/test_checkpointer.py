@@ -199,22 +199,6 @@ def test_tied_and_compiled_models(tmp_path: Path) -> None:
 # ---- Saves in the background.
 
 
-def test_a_step_returns_after_the_copy(tmp_path: Path) -> None:
-    model, optimizer = small()
-    with Checkpointer(tmp_path, model=model, optimizer=optimizer, every=1, keep=None) as ckpt:
-        expected = {}
-        for _ in range(30):
-            make_step(model, optimizer)
-            ckpt.step()
-            expected[ckpt.steps] = model.weight.detach().clone()
-    saved = complete_checkpoints(tmp_path)
-    assert len(saved) >= 2
-    for checkpoint in saved:
-        torch.testing.assert_close(
-            checkpoint.load(["model/weight"])["model/weight"], expected[checkpoint.step], rtol=0, atol=0
-        )
-
-
 # ---- Failures.
 
 
@@ -258,42 +242,6 @@ def test_a_failed_save_is_logged_by_choice_and_training_goes_on(
     assert ckpt.steps == 20
     assert any("goes on without this checkpoint: step 1 was not saved" in record.message for record in caplog.records)
     assert complete_checkpoints(tmp_path) == []
-
-
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer = small()
-    with Checkpointer(tmp_path, model=model, optimizer=optimizer, every=None) as ckpt:
-        for _ in range(2):
-            ckpt.step()
-            ckpt.save()
-    newest = complete_checkpoints(tmp_path)[-1]
-    (file,) = newest.path.glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
-    with (
-        pytest.warns(UserWarning, match=r"with step 1, because newer .*step-0000000002 is damaged: .*model/weight"),
-        Checkpointer(tmp_path, model=model, optimizer=optimizer, every=None) as ckpt,
-    ):
-        assert ckpt.steps == 1
-    assert any("a checkpoint is passed over" in record.message for record in caplog.records)
-
-
-def test_only_damaged_checkpoints_never_begin_again(tmp_path: Path) -> None:
-    model, optimizer = small()
-    with Checkpointer(tmp_path, model=model, optimizer=optimizer, every=None) as ckpt:
-        ckpt.step()
-    for file in tmp_path.glob("*/*.safetensors"):
-        data = bytearray(file.read_bytes())
-        data[-5] ^= 1
-        file.write_bytes(data)
-    before = model.weight.detach().clone()
-    with (
-        pytest.raises(CheckpointError, match="damaged"),
-        Checkpointer(tmp_path, model=model, optimizer=optimizer, every=None),
-    ):
-        pytest.fail("the block has begun")
-    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
 
 
 def test_a_long_restore_reads_in_parts_and_reports(

@@ -66,22 +66,6 @@ def test_a_signal_at_any_moment_leaves_with_the_last_step_saved(moment: int, tmp
     assert last_saved(tmp_path) in ({-1, 1} if not steps else {steps[-1] + 1})
 
 
-def test_an_interrupted_run_continues_with_the_same_bits(tmp_path: Path) -> None:
-    case, total = Case("window", window=3, every=None), 60
-    with started(case, tmp_path / "run", total, on_step=Slow(0.005)) as (process,):
-        log = tmp_path / "run" / "log-0"
-        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 10, "10 steps")
-        os.kill(process.pid, signal.SIGTERM)
-        process.join(WAIT_S)
-        assert process.exitcode == 75
-    left_at = last_saved(tmp_path / "run")
-    run(case, tmp_path / "run", total)
-    run(case, tmp_path / "reference", total)
-    found = steps_of(tmp_path / "run")
-    expected = [line for line in steps_of(tmp_path / "reference") if line["step"] != left_at]  # raised before its line
-    assert found == expected
-
-
 @pytest.mark.parametrize("signaled", [[0], [1], [0, 1]], ids=str)
 def test_ranks_leave_at_the_same_step(signaled: list[int], tmp_path: Path) -> None:
     case = Case("ours", wrapper="ours", every=5)

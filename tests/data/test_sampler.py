@@ -1,7 +1,6 @@
 """Tests of ResumableSampler: torch's indices, each sample once at any sequence of world sizes, saved positions."""
 
 import math
-import pickle
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -79,34 +78,6 @@ def test_draws_torchs_indices_without_shuffling(length: int, ranks: int, drop_la
         torchs = DistributedSampler(Squares(length), ranks, rank, shuffle=False, drop_last=drop_last)
         assert len(ours) == len(torchs)
         assert list(ours) == list(torchs)
-
-
-@given(st.data())
-@settings(max_examples=rounds(75, whole=300), deadline=None)
-def test_each_sample_once_over_any_sequence_of_world_sizes(data: st.DataObject) -> None:
-    length, drop_last = data.draw(st.integers(0, 400)), data.draw(st.booleans())
-    options = {"seed": data.draw(st.integers(0, 9)), "shuffle": data.draw(st.booleans()), "drop_last": drop_last}
-    drawn: list[int] = []
-    state, ranks = None, 1
-    for is_last in [False] * data.draw(st.integers(0, 4)) + [True]:
-        ranks = data.draw(st.integers(1, 8))
-        group = samplers(length, ranks, **options)
-        if state is not None:
-            for sampler in group:
-                sampler.load_state_dict(pickle.loads(pickle.dumps(state)))
-        count = None if is_last else data.draw(st.integers(0, len(group[0])))
-        turns = list(zip(*(islice(sampler, count) for sampler in group), strict=True))
-        drawn += [index for turn in turns for index in turn]
-        states = [sampler.state_dict() for sampler in group]
-        state = states[0]
-        assert all(other == state for other in states)
-    times = Counter(drawn)
-    if drop_last:
-        assert not times or max(times.values()) == 1
-        assert len(drawn) > length - ranks
-    else:
-        assert set(times) == set(range(length))
-        assert length <= len(drawn) < length + max(ranks, 8)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -8,24 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 FOLDER = Path(__file__).parents[1] / "late_device"
-CASES = re.findall(r"^@case\ndef (\w+)", (FOLDER / "reduce.py").read_text(), re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def verdicts(late_device: Path) -> dict[str, str]:
-    """Returns the failure of each case, "" if it passes."""
+def test_data_parallelism(late_device: Path) -> None:
     command = [sys.executable, str(FOLDER / "reduce.py"), str(late_device)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    lines = re.findall(r"^(OK|BAD) (\w+)(?:: (.*))?$", run.stdout, re.MULTILINE)
-    return {name: what if verdict == "BAD" else "" for verdict, name, what in lines}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_data_parallelism(verdicts: dict[str, str], name: str) -> None:
-    assert verdicts.get(name, "there is no verdict") == ""
+    verdicts = re.findall(r"^(OK|BAD) ", run.stdout, re.MULTILINE)
+    assert len(verdicts) > 20, run.stderr
+    assert "BAD" not in verdicts, run.stdout
 
 
 def test_a_lost_rank_is_named(late_device: Path) -> None:

@@ -40,6 +40,10 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def add_case(name: str, function: Callable[..., None], *args: Any, **options: Any) -> None:
+    cases[name] = functools.partial(function, *args, **options)
+
+
 # ---- The model, and its expected parameters.
 
 
@@ -118,24 +122,11 @@ def refuses_cpu_tensors() -> None:
             call(torch.ones(1))
 
 
-@case
-def plain() -> None:
-    check_steps(4)
-
-
-@case
-def transport_torch() -> None:
-    check_steps(4, transport="torch")
-
-
-@case
-def find_unused() -> None:
-    check_steps(4, find_unused_parameters=True)
-
-
-@case
-def find_unused_with_unused_on_one_rank() -> None:
-    check_steps(4, lambda rank, step: (rank + step) % 2 == 0, find_unused_parameters=True)
+add_case("plain", check_steps, 4)
+add_case("transport_torch", check_steps, 4, transport="torch")
+add_case("find_unused", check_steps, 4, find_unused_parameters=True)
+add_case("unused_on_one_rank", check_steps, 4, lambda rank, step: (rank + step) % 2 == 0, find_unused_parameters=True)
+add_case("static_graph", check_steps, 4, static_graph=True)
 
 
 @case
@@ -144,11 +135,6 @@ def unused_everywhere() -> None:
     run_steps(ddp, 3, lambda rank, step: False)
     assert ddp.module.maybe.weight.grad is None
     check_close(list(ddp.parameters()), expected_after(3, lambda rank, step: False))
-
-
-@case
-def static_graph() -> None:
-    check_steps(4, static_graph=True)
 
 
 @case
@@ -328,16 +314,18 @@ def settle() -> None:
     late.run(rank())
 
 
-def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: Any) -> None:
+def check_streams(build: Callable[[list[nn.Parameter]], None]) -> None:
     """Checks the first steps, with the bucket rebuild, in many orders of streams, with and without fuse_wgrad."""
     wrong: list[str] = []
-    for seed, fuses, micro_steps, hook in itertools.product(range(3), (False, True), (1, 2), (False, True)):
+    choices = itertools.product(range(2), (25, 0.0002), (False, True), (1, 2), (False, True))
+    for seed, cap, fuses, micro_steps, hook in choices:
         late.seed(1000 * seed + rank())
         model = Net().to("late")
         if fuses:
             drivetrain.fuse_wgrad(model)
         settle()
-        ddp = builds_on(list(model.parameters())) or drivetrain.DistributedDataParallel(model, **arguments)
+        build(list(model.parameters()))
+        ddp = drivetrain.DistributedDataParallel(model, bucket_cap_mb=cap)
         late.set_stream(0)
         settle()
         if hook:
@@ -358,34 +346,21 @@ def check_streams(builds_on: Callable[[list[nn.Parameter]], Any], **arguments: A
         pairs = zip(ddp.parameters(), reference.parameters(), strict=True)
         bad = sum(not torch.allclose(one.cpu(), other) for one, other in pairs)
         if bad:
-            wrong.append(f"seed {seed}, fuse_wgrad={fuses}, {micro_steps} micro-steps, hook={hook}: {bad} of 6")
+            wrong.append(f"{seed=}, {cap=}, fuse_wgrad={fuses}, {micro_steps} micro-steps, hook={hook}: {bad} of 6")
         del ddp
-    assert not wrong, f"{len(wrong)} of 24 orders, first: {wrong[0]}"
+    assert not wrong, f"{len(wrong)} of 32 orders, first: {wrong[0]}"
     assert late.num_late() == 0, "memory was used that is others'"
 
 
 @case
 def built_on_a_side_stream() -> None:
-    def build(params: list[nn.Parameter]) -> None:
-        late.set_stream(1)
-
-    check_streams(build)
-
-
-@case
-def built_on_a_side_stream_with_small_buckets() -> None:
-    def build(params: list[nn.Parameter]) -> None:
-        late.set_stream(1)
-
-    check_streams(build, bucket_cap_mb=0.0002)
-
-
-kept: list[Any] = []
+    check_streams(lambda params: late.set_stream(1))
 
 
 @case
 def hooks_on_different_streams() -> None:
     """A parameter's accumulator belongs to the stream that is current at its first use."""
+    kept: list[Any] = []
 
     def build(params: list[nn.Parameter]) -> None:
         for number, param in enumerate(params):
@@ -394,19 +369,6 @@ def hooks_on_different_streams() -> None:
         late.set_stream(1)
 
     check_streams(build)
-    kept.clear()
-
-
-@case
-def hooks_on_different_streams_with_small_buckets() -> None:
-    def build(params: list[nn.Parameter]) -> None:
-        for number, param in enumerate(params):
-            late.set_stream(1 + number % 3)
-            kept.append(param.expand_as(param).grad_fn)
-        late.set_stream(1)
-
-    check_streams(build, bucket_cap_mb=0.0002)
-    kept.clear()
 
 
 # ---- Host waits in later steps must not exceed those of torch's class in the same script.
@@ -455,39 +417,13 @@ def stepper(
     return make
 
 
-@case
-def waits_plain() -> None:
-    check_waits(stepper())
-
-
-@case
-def waits_find_unused() -> None:
-    check_waits(stepper(find_unused_parameters=True))
-
-
-@case
-def waits_one_unused() -> None:
-    check_waits(stepper(uses=False, find_unused_parameters=True))
-
-
-@case
-def waits_static_graph() -> None:
-    check_waits(stepper(static_graph=True))
-
-
-@case
-def waits_weighted() -> None:
-    check_waits(stepper(weights=True))
-
-
-@case
-def waits_weighted_into_zeroed() -> None:
-    check_waits(stepper(weights=True, set_to_none=False))
-
-
-@case
-def waits_zeroed() -> None:
-    check_waits(stepper(set_to_none=False))
+add_case("waits_plain", check_waits, stepper())
+add_case("waits_find_unused", check_waits, stepper(find_unused_parameters=True))
+add_case("waits_one_unused", check_waits, stepper(uses=False, find_unused_parameters=True))
+add_case("waits_static_graph", check_waits, stepper(static_graph=True))
+add_case("waits_weighted", check_waits, stepper(weights=True))
+add_case("waits_weighted_into_zeroed", check_waits, stepper(weights=True, set_to_none=False))
+add_case("waits_zeroed", check_waits, stepper(set_to_none=False))
 
 
 @case

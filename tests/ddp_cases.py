@@ -3,8 +3,10 @@
 import copy
 import os
 import signal
+import subprocess
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from drivetrain import DistributedDataParallel as DDP
-from warm import WarmScript
+from warm_python import warm_python
 
 OnRanks = Callable[..., list[Any]]
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # gives several buckets to small models
@@ -183,18 +185,40 @@ def message_of(error: type[Exception], call: Callable[[], object]) -> str:
 # ---- Ranks that die.
 
 
-def errors_of_survivors(folder: Path, script: str, ranks: int = 4) -> list[str]:
-    """Runs a script on ranks of which the last kills itself, and returns the output of the others, which must raise."""
-    path = folder / "dying.py"
+def started(*program: str, prefix: tuple[str, ...] = ()) -> Callable[..., subprocess.Popen[str]]:
+    """Returns a function that starts a script by the program, behind the prefix as rank 1."""
+
+    def start(path: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+        command = [*(prefix if environment["RANK"] == "1" else ()), *program, str(path)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
+
+    return start
+
+
+@contextmanager
+def script_ranks(
+    folder: Path, script: str, ranks: int, start: Callable[..., Any] | None = None, **environment: str
+) -> Iterator[list[Any]]:
+    """Starts a script as ranks, each by `start(path, environment)` or warm, and kills them at the end."""
+    start = start or started(warm_python())
+    path = folder / "train.py"
     path.write_text(textwrap.dedent(script))
     port = str(20_000 + os.getpid() % 20_000)
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [WarmScript(path, {**world, "RANK": str(rank)}) for rank in range(ranks)]
-    try:
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+    with ExitStack() as stack:
+        processes = [stack.enter_context(start(path, {**world, "RANK": str(rank)})) for rank in range(ranks)]
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def errors_of_survivors(folder: Path, script: str, ranks: int = 4) -> list[str]:
+    """Runs a script on ranks of which the last kills itself, and returns the output of the others, which must raise."""
+    with script_ranks(folder, script, ranks) as processes:
         errors = [process.communicate(timeout=60)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     assert processes[-1].returncode == -signal.SIGKILL
     for process, error in zip(processes[:-1], errors, strict=False):
         assert process.returncode == 1, error

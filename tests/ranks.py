@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warm import warm_context
+from warm_python import warm_context
 
 GROUP_TIMEOUT_S = 20
 CALL_TIMEOUT_S = 120

@@ -28,7 +28,7 @@ import drivetrain
 from drivetrain.checkpointing import Checkpoint, Checkpointer
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.data import ResumableSampler
-from warm import warm_context
+from warm_python import warm_context
 
 SAMPLES = 61  # leaves an odd batch at the end of each epoch
 BATCH_SIZE = 4

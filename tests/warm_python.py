@@ -54,6 +54,18 @@ def warm_environ(*modules: str) -> dict[str, str]:
     return {**os.environ, "PYTHON_EXEC": warm_python(*modules)}
 
 
+def warm_context() -> Any:
+    """Returns multiprocessing's context whose processes fork from one that has imported torch.
+
+    The preloaded process starts with the first of them and ends with this process.
+    """
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "drivetrain", "pytest"])
+    return context
+
+
 def _start(modules: tuple[str, ...]) -> str:
     import shutil
     import subprocess

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from frameworks import resumed_trainers as trainers
-from warm import warm_context
+from warm_python import warm_context
 
 STEPS = 28  # five epochs of most loops
 LIMIT_S = 300.0

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote
-from warm import warm_context
+from warm_python import warm_context
 
 OWNER, COLLEAGUE, GROUP = 4001, 4002, 4100
 LIMIT_S = 100

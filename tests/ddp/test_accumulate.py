@@ -117,30 +117,10 @@ def test_steps_of_big_batches(name: str, scaler: str, clip: float | None) -> Non
 
 def test_bits_of_a_big_batch_where_arithmetic_is_exact() -> None:
     """Sums of small integers, and divisions by a power of two, do not round."""
-    rng = torch.Generator().manual_seed(2)
-    counts = [3, 1, 8, 4]
-    batches = [torch.randint(-8, 9, (count, 4), generator=rng).float() for count in counts]
-    for make in (torch.optim.SGD, drivetrain.optim.SGD):
-        model, reference = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
-        for linear in (model, reference):
-            nn.init.zeros_(linear.weight)
-        optimizer = make(model.parameters(), lr=0.25)
-        with drivetrain.accumulate(model, optimizer, steps=4) as window:
-            for x in batches:
-                # A mean over 3 would round, so that 3 rows take a sum.
-                window.backward(model(x).sum() if len(x) == 3 else model(x).mean(0).sum(), weight=len(x) % 3 or 1)
-        weights = [1, 1, 2, 1]
-        losses = [reference(x).sum() if len(x) == 3 else reference(x).mean(0).sum() for x in batches]
-        total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / 5
-        total.backward()
-        with torch.no_grad():
-            reference.weight -= 0.25 * reference.weight.grad
-        assert_same_parameters(model, reference, rtol=1e-6, atol=0)
-    # Weights that sum to a power of two give the same bits.
     model, reference = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
     for linear in (model, reference):
         nn.init.zeros_(linear.weight)
-    everything = torch.randint(-8, 9, (16, 4), generator=rng).float()
+    everything = torch.randint(-8, 9, (16, 4), generator=torch.Generator().manual_seed(2)).float()
     optimizer = drivetrain.optim.SGD(model.parameters(), lr=0.25)
     with drivetrain.accumulate(model, optimizer, steps=3) as window:
         for x in everything.split([8, 4, 4]):

@@ -1,7 +1,4 @@
-"""Checks DistributedDataParallel with other kinds of parallelism, on 2 x 2 ranks, against one process.
-
-test_ddp_contract.py compares tensor parallelism inside a wrapper with torch's class.
-"""
+"""Checks DistributedDataParallel with other kinds of parallelism, on 2 x 2 ranks, against one process."""
 
 import copy
 import functools
@@ -69,11 +66,12 @@ def shard_of(whole: Tensor, dim: int | None, rank: int, ranks: int) -> Tensor:
 # ---- Tensor parallelism inside.
 
 
-def with_tensor_parallel(transport: str) -> None:
+def with_tensor_parallel(transport: str, init_sync: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     expected, parameters = reference(mlp())
     net = parallelize_module(mlp(), mesh["shards"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    model = DDP(net, device_mesh=mesh["replicas"], transport=transport, bucket_cap_mb=0.0001)
+    options = {"transport": transport, "bucket_cap_mb": 0.0001, "init_sync": init_sync}
+    model = DDP(net, device_mesh=mesh["replicas"], **options)
     replica, shard = mesh.get_local_rank("replicas"), mesh.get_local_rank("shards")
     dims = {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": None}  # the dimension that is divided
     for x, grads in zip(batches(), expected, strict=True):
@@ -88,9 +86,11 @@ def with_tensor_parallel(transport: str) -> None:
         close(local.detach(), shard_of(parameters[name], dims[name], shard, 2))
 
 
-@pytest.mark.parametrize("transport", ["torch", "shm"])
-def test_tensor_parallel_layers_inside_are_as_in_one_process(on_four_ranks: OnRanks, transport: str) -> None:
-    on_four_ranks(with_tensor_parallel, transport)
+@pytest.mark.parametrize(("transport", "init_sync"), [("torch", True), ("shm", True), ("shm", False)])
+def test_tensor_parallel_layers_inside_are_as_in_one_process(
+    on_four_ranks: OnRanks, transport: str, init_sync: bool
+) -> None:
+    on_four_ranks(with_tensor_parallel, transport, init_sync)
 
 
 # ---- Pipeline stages around.

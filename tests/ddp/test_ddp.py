@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from ddp_cases import (
     SMALL_BUCKETS,
     Fails,
-    Net,
     OnRanks,
+    Products,
     Tied,
     TorchDDP,
     assert_equal_grads,
@@ -32,11 +32,11 @@ from ddp_cases import (
     make_net,
     message_of,
     pair,
+    script_ranks,
     step_alike,
 )
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import arguments
-from warm import WarmScript
 
 
 def train(options: dict[str, Any], set_to_none: bool) -> int:
@@ -70,20 +70,9 @@ def test_trains_as_torch_does(on_ranks: OnRanks, options: dict[str, Any], set_to
     assert buckets[0] > 1 if "bucket_cap_mb" in options else buckets[0] == 1
 
 
-class Products(nn.Module):
-    """Has its inputs as gradients, so that every bit is the result of the reduction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(n) for n in (1, 63, 64, 65, 1000)])
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return torch.stack([(w * x).sum() for w, x in zip(self.weights, inputs, strict=True)]).sum()
-
-
 def same_bits(set_to_none: bool) -> None:
     torch.manual_seed(dist.get_rank())
-    ours, theirs = pair(Products(), **SMALL_BUCKETS)
+    ours, theirs = pair(Products(1, 63, 64, 65, 1000), **SMALL_BUCKETS)
     for _ in range(4):
         batches = [[torch.randn(w.shape) for w in ours.module.weights] for _ in range(3)]
         for model in (ours, theirs):
@@ -287,25 +276,6 @@ def test_deepcopy_pickle_and_torchs_private_helpers(on_ranks: OnRanks) -> None:
     on_ranks(survives_copies)
 
 
-def checkpointed() -> None:
-    class Checkpointed(Net):
-        def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
-            return checkpoint(super().forward, x, use_optional, use_reentrant=False)
-
-    torch.manual_seed(dist.get_rank())
-    ours, theirs = pair(Checkpointed(), find_unused_parameters=True)
-    for use in (True, False):
-        x = inputs()
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(x, use).sum().backward()
-        assert_equal_grads(ours, theirs)
-
-
-def test_activation_checkpointing(on_ranks: OnRanks) -> None:
-    on_ranks(checkpointed)
-
-
 def ignored_parameters() -> None:
     net = make_net()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["optional.weight", "norm.running_mean"])
@@ -427,8 +397,8 @@ def test_gradient_of_the_wrong_dtype(on_ranks: OnRanks) -> None:
     on_ranks(wrong_grad_dtype)
 
 
-DYING_RANK = """
-    import os, sys, time, torch, torch.distributed as dist
+STOPPED_RANK = """
+    import os, signal, torch, torch.distributed as dist
     from datetime import timedelta
     from torch import nn
     from drivetrain import DistributedDataParallel as DDP
@@ -437,30 +407,19 @@ DYING_RANK = """
     dist.init_process_group("gloo", timeout=timedelta(seconds=6))
     model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), bucket_cap_mb=0.02)
     for step in range(10_000):
-        def die(grad):
+        def stop(grad):
             if step == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), SIGNAL)
+                os.kill(os.getpid(), signal.SIGSTOP)
             return grad
-        handle = model.module[3].weight.register_hook(die)
+        handle = model.module[3].weight.register_hook(stop)
         model(torch.randn(4, 64)).sum().backward()
         handle.remove()
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_stops_in_mid_step(tmp_path: Path, how: signal.Signals) -> None:
-    script = tmp_path / "dying.py"
-    script.write_text(textwrap.dedent(DYING_RANK).replace("SIGNAL", str(int(how))))
-    port = str(20_000 + os.getpid() % 20_000)
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [WarmScript(script, {**world, "RANK": str(rank)}) for rank in range(2)]
-    try:
+def test_a_rank_that_stops_in_mid_step(tmp_path: Path) -> None:
+    with script_ranks(tmp_path, STOPPED_RANK, 2) as ranks:
         _, error = ranks[0].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank in ranks[1:]:
-        rank.communicate(timeout=10)
     assert ranks[0].returncode not in (0, -signal.SIGKILL)
     assert "the all-reduce of bucket" in error
     assert re.search(r"bucket \d+ of \d+ \[\d\.(weight|bias)", error), error

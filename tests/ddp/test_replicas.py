@@ -214,20 +214,6 @@ def test_gradients_that_the_script_keeps(on_ranks: OnRanks, options: dict[str, A
     on_ranks(kept_gradients, options)
 
 
-def kept_views() -> None:
-    model = DDP(linear_chain(), gradient_as_bucket_view=True, **SMALL_BUCKETS)
-    kept = []
-    for factor in (1.0, 100.0):
-        model.zero_grad()
-        (model(inputs()).sum() * factor).backward()
-        kept.append([p.grad.flatten() for p in model.parameters()])
-    assert all(torch.equal(first, second) for first, second in zip(*kept, strict=True))
-
-
-def test_with_gradient_as_bucket_view_they_show_the_next(on_ranks: OnRanks) -> None:
-    on_ranks(kept_views)
-
-
 def kept_of_an_unused_parameter() -> None:
     """An unused parameter's region gets zeros if another rank uses it, and a local backward writes there, too."""
     model = DDP(linear_chain(), find_unused_parameters=True, **SMALL_BUCKETS)

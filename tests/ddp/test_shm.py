@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_cases import SMALL_BUCKETS, OnRanks, Products, script_ranks, started
 from drivetrain import _C, processes
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import arguments, transport
@@ -34,10 +34,9 @@ from polling import wait_until
 from ranks import RankPool, dawdle_in_hooks
 
 TorchDDP = arguments.TorchDistributedDataParallel
-OnRanks = Callable[..., list[Any]]
-SMALL_BUCKETS = {"bucket_cap_mb": 0.001}  # so that even test models have several
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
-# These sizes cover no element, one, an odd number, a vector with a tail, several tiles, and several chunks.
+# SIZES cover no element, one, an odd number, a vector with a tail, several tiles, and several chunks.
+WEIGHTS = (1, 65, 70_000, 1000, 40_000)
 SIZES = [0, 1, 3, 17, 513, 4099, 100_003]
 
 
@@ -199,21 +198,10 @@ def test_gradients_are_torchs(on_some_ranks: OnRanks) -> None:
     on_some_ranks(trains_as_torch)
 
 
-class Products(nn.Module):
-    """Has its inputs as gradients, so that every bit is the result of the reduction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(n) for n in (1, 65, 70_000, 1000, 40_000)])
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return torch.stack([(w * x).sum() for w, x in zip(self.weights, inputs, strict=True)]).sum()
-
-
 def dawdling_ranks() -> None:
     """Lets any rank be the last to start a bucket, and the first to write the next step's gradients."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    ours = DDP(Products(), transport="shm", **SMALL_BUCKETS)
+    ours = DDP(Products(*WEIGHTS), transport="shm", **SMALL_BUCKETS)
     weights = ours.module.weights
     dawdle_in_hooks(weights)
     for step in range(150):
@@ -250,7 +238,7 @@ def leaves_nothing() -> None:
     files = min(len(entries("/proc/self/fd")) for _ in range(100))  # a thread of an earlier model opens one at times
     mappings = shared_mappings()  # torch.compile's caches keep models of before
     for _ in range(3):
-        net = Products()
+        net = Products(*WEIGHTS)
         ours = DDP(net, transport="shm", report_hang_after=0)
         ours(*[torch.ones_like(w) for w in net.weights]).backward()
         kept = net.weights[2].grad
@@ -398,32 +386,9 @@ KILLED_RANK = """
 """
 
 
-def script_ranks(script: Path, prefixes: list[list[str]]) -> list[subprocess.Popen[str]]:
-    """Starts one process per prefix, which comes before the Python command."""
-    port = str(20_000 + os.getpid() % 20_000)
-    world = {"WORLD_SIZE": str(len(prefixes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
-            [*prefix, sys.executable, str(script)],
-            env={**os.environ, **world, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, prefix in enumerate(prefixes)
-    ]
-
-
 def test_a_rank_that_is_killed_in_mid_step(tmp_path: Path) -> None:
-    script = tmp_path / "killed.py"
-    script.write_text(textwrap.dedent(KILLED_RANK))
-    ranks = script_ranks(script, [[], []])
-    try:
+    with script_ranks(tmp_path, KILLED_RANK, 2, started(sys.executable)) as ranks:
         out, error = ranks[0].communicate(timeout=60)  # the group's own timeout is far longer
-    finally:
-        for rank in ranks:
-            rank.kill()
-    ranks[1].communicate(timeout=10)
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
     assert "the all-reduce of bucket" in error
     assert "rank 1 has died" in error
@@ -604,16 +569,10 @@ SEPARATE_RANK = """
 
 
 def test_falls_back_between_containers(tmp_path: Path) -> None:
-    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    unshare = ("unshare", "--pid", "--fork", "--kill-child")
     needs_namespaces(*unshare, "true")
-    script = tmp_path / "separate.py"
-    script.write_text(textwrap.dedent(SEPARATE_RANK))
-    ranks = script_ranks(script, [[], unshare])
-    try:
+    with script_ranks(tmp_path, SEPARATE_RANK, 2, started(sys.executable, prefix=unshare)) as ranks:
         results = [rank.communicate(timeout=60) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], results
     assert [out for out, _ in results] == ["torch\ntorch\n"] * 2
     assert results[0][1].count("RuntimeWarning") == 2

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -22,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_cases import SMALL_BUCKETS, OnRanks, message_of
+from ddp_cases import SMALL_BUCKETS, OnRanks, message_of, script_ranks, started
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import control_block, hang_reports
 from drivetrain.ddp.control_block import ControlBlock
 from drivetrain.frames import stack_of
 from polling import wait_until
 from ranks import RankPool
-from warm import WarmScript
 
 LIMIT_S = 1.0  # on a busy machine a rank must be heard of within half of it
 LATE_S = 2.5
@@ -245,19 +243,6 @@ RANK = """
 """
 
 
-def python(file: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, str(file)]
-    return subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
-
-
-def script_ranks(tmp_path: Path, script: str, count: int, start: Callable[..., Any], **environment: str) -> list[Any]:
-    file = tmp_path / "train.py"
-    file.write_text(textwrap.dedent(RANK) + textwrap.dedent(script))
-    port = str(20_000 + os.getpid() % 20_000)
-    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
-    return [start(file, {**world, "RANK": str(rank)}) for rank in range(count)]
-
-
 STOPPED = """
     for step in range(4):
         if step == 3 and rank == int(os.environ["STOPPED"]):
@@ -268,17 +253,11 @@ STOPPED = """
 
 def report_and_error(tmp_path: Path, transport: str, stopped: int) -> tuple[str, str]:
     """Returns rank 1's first report of a stopped rank, and its output after that rank was killed."""
-    ranks = script_ranks(tmp_path, STOPPED, 3, WarmScript, DRIVETRAIN_TRANSPORT=transport, STOPPED=str(stopped))
-    try:
+    environment = {"DRIVETRAIN_TRANSPORT": transport, "STOPPED": str(stopped)}
+    with script_ranks(tmp_path, RANK + STOPPED, 3, **environment) as ranks:
         report = next(line for line in ranks[1].stderr if "has waited" in line)
         ranks[stopped].kill()
         _, error = ranks[1].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank in ranks:
-        if rank is not ranks[1]:
-            rank.communicate(timeout=10)
     return report, error
 
 
@@ -321,13 +300,10 @@ KILLED = """
     ],
 )
 def test_a_killed_rank_is_named(tmp_path: Path, killed: int, awaited: str) -> None:
-    ranks = script_ranks(tmp_path, KILLED, 2, WarmScript, DRIVETRAIN_TRANSPORT="torch", KILLED=str(killed))
-    try:
+    environment = {"DRIVETRAIN_TRANSPORT": "torch", "KILLED": str(killed)}
+    with script_ranks(tmp_path, RANK + KILLED, 2, **environment) as ranks:
         _, said_before = ranks[killed].communicate(timeout=60)
         _, error = ranks[1 - killed].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
     pid = re.search(r"pid (\d+)", said_before)
     assert pid, said_before
     assert re.search(rf"drivetrain: {awaited}", error), error
@@ -451,12 +427,8 @@ EARLY_EXIT = """
 
 
 def test_a_rank_that_ends_first_leaves_the_others_in_peace(tmp_path: Path) -> None:
-    ranks = script_ranks(tmp_path, EARLY_EXIT, 2, python)  # to the end of the interpreter
-    try:
+    with script_ranks(tmp_path, RANK + EARLY_EXIT, 2, started(sys.executable)) as ranks:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert errors == ["", ""]
 
@@ -483,12 +455,8 @@ EXIT_WHILE_ASKING = """
 
 
 def test_no_thread_asks_the_store_after_the_exit_hooks(tmp_path: Path) -> None:
-    ranks = script_ranks(tmp_path, EXIT_WHILE_ASKING, 2, python)
-    try:
+    with script_ranks(tmp_path, RANK + EXIT_WHILE_ASKING, 2, started(sys.executable)) as ranks:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     assert errors == ["", ""]
     assert [rank.returncode for rank in ranks] == [0, 0]
 

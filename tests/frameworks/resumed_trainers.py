@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.data import ResumableSampler
-from warm import warm_context
+from warm_python import warm_context
 
 SAMPLES, BATCH_SIZE = 62, 4  # 16 batches per epoch of one rank, the last of two samples
 ACCUMULATE = 2

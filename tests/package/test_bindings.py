@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain import _C
-from warm import warm_context
+from warm_python import warm_context
 
 ROUNDS = 6_000
 SLOW = {"Snapshot", "Segment", "TagBoard"}  # run in every SLOW_ROUNDS-th round

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from warm import warm_context
+from warm_python import warm_context
 
 WORLD_SIZE = 2
 RPC_RANKS = 4  # tests with remote parts: two trainers, a worker that holds the remote parts, and a master

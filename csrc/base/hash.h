@@ -3,11 +3,11 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
+
 namespace drivetrain {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {  // gives each copy its own symbol, as in formats/storage.h
-#endif
+DT_BEGIN_ISA
 
 // Multiplies by an odd number and shifts. This is one-to-one in either argument, so two inputs that differ in exactly
 // one word have different hashes.
@@ -16,23 +16,13 @@ inline uint64_t mix(uint64_t hash, uint64_t word) {
   return hash ^ (hash >> 29);
 }
 
-#if defined(DRIVETRAIN_ISA)
-}
-#endif
+DT_END_ISA
 
 constexpr int64_t kHashChunk = 1 << 20;  // bytes per chunk; one thread hashes a chunk
 
 uint64_t hash_bytes(const void* bytes, int64_t size);
 
 // Hashes one chunk; compiled once per instruction set.
-namespace baseline {
-uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size);
-}
-namespace avx2 {
-uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size);
-}
-namespace avx512 {
-uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size);
-}
+DT_PER_ISA(uint64_t hash_chunk_cpu(const unsigned char* bytes, int64_t size))
 
 }  // namespace drivetrain

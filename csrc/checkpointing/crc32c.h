@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
+
 namespace drivetrain::checkpointing {
 
 // Extends the checksum of earlier bytes, 0 for none, by these bytes: crc32c(0, "123456789", 9) == 0xE3069283.
@@ -13,17 +15,7 @@ uint32_t crc32c(uint32_t checksum, const void* bytes, int64_t size);
 uint32_t copy_crc32c(uint32_t checksum, void* to, const void* from, int64_t size);
 
 // Compiled once per instruction set. Only those with SSE4.2 use its instruction.
-namespace baseline {
-uint32_t crc32c_cpu(uint32_t checksum, const unsigned char* bytes, int64_t size);
-uint32_t copy_crc32c_cpu(uint32_t checksum, unsigned char* to, const unsigned char* from, int64_t size);
-}  // namespace baseline
-namespace avx2 {
-uint32_t crc32c_cpu(uint32_t checksum, const unsigned char* bytes, int64_t size);
-uint32_t copy_crc32c_cpu(uint32_t checksum, unsigned char* to, const unsigned char* from, int64_t size);
-}  // namespace avx2
-namespace avx512 {
-uint32_t crc32c_cpu(uint32_t checksum, const unsigned char* bytes, int64_t size);
-uint32_t copy_crc32c_cpu(uint32_t checksum, unsigned char* to, const unsigned char* from, int64_t size);
-}  // namespace avx512
+DT_PER_ISA(uint32_t crc32c_cpu(uint32_t checksum, const unsigned char* bytes, int64_t size))
+DT_PER_ISA(uint32_t copy_crc32c_cpu(uint32_t checksum, unsigned char* to, const unsigned char* from, int64_t size))
 
 }  // namespace drivetrain::checkpointing

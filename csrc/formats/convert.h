@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
 #include "formats/storage.h"
 
 namespace drivetrain::formats {
@@ -25,15 +26,7 @@ inline int64_t num_conversion_chunks(int64_t numel) { return (numel + kConversio
 
 // Writes values from one array into another, rounded as that one's format rounds. `key` seeds stochastic rounding. One
 // copy per instruction set.
-namespace baseline {
-void convert_cpu(const TypedArray& from, const TypedArray& to, int64_t numel, uint64_t key);
-}
-namespace avx2 {
-void convert_cpu(const TypedArray& from, const TypedArray& to, int64_t numel, uint64_t key);
-}
-namespace avx512 {
-void convert_cpu(const TypedArray& from, const TypedArray& to, int64_t numel, uint64_t key);
-}
+DT_PER_ISA(void convert_cpu(const TypedArray& from, const TypedArray& to, int64_t numel, uint64_t key))
 
 // Enqueues all conversions in one launch on a CUDA stream (cudaStream_t) and does not wait. `conversions` and the
 // arrays are on the device.

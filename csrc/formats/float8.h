@@ -6,9 +6,7 @@
 
 namespace drivetrain::formats {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // A float with one sign bit, kExponentBits and kMantissaBits, by integer and exact float arithmetic.
 template <int kExponentBits, int kMantissaBits>
@@ -98,8 +96,6 @@ struct SquaredFloat8 {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::formats

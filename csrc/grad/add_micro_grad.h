@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
 #include "formats/storage.h"
 
 namespace drivetrain::grad {
@@ -22,14 +23,6 @@ void accumulate(const Addition& addition, int64_t numel);
 void accumulate_cuda(const Addition& addition, int64_t numel, void* stream);
 
 // Adds elements [begin, end); begin is a multiple of a tile. One copy per instruction set.
-namespace baseline {
-void accumulate_cpu(const Addition& addition, int64_t begin, int64_t end);
-}
-namespace avx2 {
-void accumulate_cpu(const Addition& addition, int64_t begin, int64_t end);
-}
-namespace avx512 {
-void accumulate_cpu(const Addition& addition, int64_t begin, int64_t end);
-}
+DT_PER_ISA(void accumulate_cpu(const Addition& addition, int64_t begin, int64_t end))
 
 }  // namespace drivetrain::grad

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "base/isa_namespace.h"
 #include "grad/norm.h"
 
 namespace drivetrain::grad {
@@ -11,14 +12,6 @@ namespace drivetrain::grad {
 bool multiply(const std::vector<Gradient>& gradients, double factor);
 
 // Multiplies elements [begin, end), and returns whether all were finite before. One copy per instruction set.
-namespace baseline {
-bool multiply_cpu(const formats::TypedArray& values, int64_t begin, int64_t end, double factor);
-}
-namespace avx2 {
-bool multiply_cpu(const formats::TypedArray& values, int64_t begin, int64_t end, double factor);
-}
-namespace avx512 {
-bool multiply_cpu(const formats::TypedArray& values, int64_t begin, int64_t end, double factor);
-}
+DT_PER_ISA(bool multiply_cpu(const formats::TypedArray& values, int64_t begin, int64_t end, double factor))
 
 }  // namespace drivetrain::grad

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/isa_namespace.h"
 #include "formats/storage.h"
 #include "formats/summation.h"
 
@@ -22,14 +23,6 @@ struct Gradient {
 double sum_of_squares(const std::vector<Gradient>& gradients);
 
 // Sums elements [begin, end), at most formats::kChunk of them. One copy per instruction set.
-namespace baseline {
-double sum_of_squares_cpu(const formats::TypedArray& values, int64_t begin, int64_t end);
-}
-namespace avx2 {
-double sum_of_squares_cpu(const formats::TypedArray& values, int64_t begin, int64_t end);
-}
-namespace avx512 {
-double sum_of_squares_cpu(const formats::TypedArray& values, int64_t begin, int64_t end);
-}
+DT_PER_ISA(double sum_of_squares_cpu(const formats::TypedArray& values, int64_t begin, int64_t end))
 
 }  // namespace drivetrain::grad

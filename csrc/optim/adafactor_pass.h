@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
 #include "optim/step.h"
 
 namespace drivetrain::optim {
@@ -37,9 +38,7 @@ struct Strip {
   int64_t column_begin, column_end;
 };
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 DT_HOST_DEVICE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -108,24 +107,12 @@ DT_HOST_DEVICE T scale_of_rows(double sum_of_means, int64_t rows, double eps1) {
   return static_cast<T>(sqrt(maximum(sum_of_means / static_cast<double>(rows), eps1)));
 }
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 // adafactor_sums_cpu sums one unit. adafactor_update_cpu updates the states of the matrices [begin, end): the
 // parameter's second state for rows, and the third for columns. It writes the factors to the first state. One copy per
 // instruction set.
-namespace baseline {
-void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit);
-void adafactor_update_cpu(const StepJob& job, const Factored& of, int64_t begin, int64_t end);
-}  // namespace baseline
-namespace avx2 {
-void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit);
-void adafactor_update_cpu(const StepJob& job, const Factored& of, int64_t begin, int64_t end);
-}  // namespace avx2
-namespace avx512 {
-void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit);
-void adafactor_update_cpu(const StepJob& job, const Factored& of, int64_t begin, int64_t end);
-}  // namespace avx512
+DT_PER_ISA(void adafactor_sums_cpu(const StepJob& job, const Factored& of, int64_t unit))
+DT_PER_ISA(void adafactor_update_cpu(const StepJob& job, const Factored& of, int64_t begin, int64_t end))
 
 }  // namespace drivetrain::optim

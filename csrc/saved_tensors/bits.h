@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
 #include "formats/storage.h"
 
 namespace drivetrain::saved_tensors {
@@ -19,20 +20,9 @@ constexpr int64_t kBitsBlock = 64;  // elements that the kernels process at a ti
 // pack_bits_cpu writes one bit per element of [begin, end): whether it equals the second value. `begin` must be a
 // multiple of kBitsBlock. Sets the second value when it finds the first element that differs. Returns false if there is
 // a third value; the output is invalid then. Both functions exist once per instruction set.
-namespace baseline {
-bool pack_bits_cpu(const void* from, int element_size, int64_t begin, int64_t end, TwoValues& values, uint8_t* to);
-void unpack_bits_cpu(const uint8_t* from, const TwoValues& values, int element_size, int64_t begin, int64_t end,
-                     void* to);
-}  // namespace baseline
-namespace avx2 {
-bool pack_bits_cpu(const void* from, int element_size, int64_t begin, int64_t end, TwoValues& values, uint8_t* to);
-void unpack_bits_cpu(const uint8_t* from, const TwoValues& values, int element_size, int64_t begin, int64_t end,
-                     void* to);
-}  // namespace avx2
-namespace avx512 {
-bool pack_bits_cpu(const void* from, int element_size, int64_t begin, int64_t end, TwoValues& values, uint8_t* to);
-void unpack_bits_cpu(const uint8_t* from, const TwoValues& values, int element_size, int64_t begin, int64_t end,
-                     void* to);
-}  // namespace avx512
+DT_PER_ISA(bool pack_bits_cpu(const void* from, int element_size, int64_t begin, int64_t end, TwoValues& values,
+                              uint8_t* to))
+DT_PER_ISA(void unpack_bits_cpu(const uint8_t* from, const TwoValues& values, int element_size, int64_t begin,
+                                int64_t end, void* to))
 
 }  // namespace drivetrain::saved_tensors

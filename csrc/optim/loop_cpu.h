@@ -110,7 +110,7 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
 template <template <class> class RuleOf, class T, bool kCoded>
 void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   using Rule = RuleOf<T>;
-  const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
+  const Rule rule = rule_from<Rule>(job.rules[param.rule].template as<typename Rule::Args>());
   bool in_place = is_native<T>(param.param) && is_native<T>(param.grad);
   for (int s = 0; s < Rule::kNumStates; ++s) in_place &= is_native<T>(param.state[s]);
   // Tiles help only where values are converted or visited twice.

@@ -25,7 +25,7 @@ __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers
   }
   if constexpr (kHasKernels<kKind>) {
     if (step.records != nullptr) {
-      step.records[i] = record_of(param, RuleOf<float>(args));
+      step.records[i] = record_of(param, rule_from<RuleOf<float>>(args));
       return;
     }
   }

@@ -23,7 +23,7 @@ void directions_of(const Rule& shared_rule, T factor, const T* __restrict param,
 template <template <class> class RuleOf, class T>
 TrustRatioSums sums_of(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   using Rule = RuleOf<T>;
-  const Rule rule(job.rules[param.rule].template as<typename Rule::Args>());
+  const Rule rule = rule_from<Rule>(job.rules[param.rule].template as<typename Rule::Args>());
   alignas(64) T scratch[3 + kMaxStates][kTile];
   formats::SquareSum params, directions;
   for (int64_t i = begin; i < end; i += kTile) {

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
   const T factor = T(factor_of_gradients(job));
   const ParamJob param =
       job.params[formats::last_from_in_warp(job.params, job.num_params, &ParamJob::first_chunk, chunk)];
-  const Rule rule(load_args<typename Rule::Args>(job.rules[param.rule]));
+  const Rule rule = rule_from<Rule>(load_args<typename Rule::Args>(job.rules[param.rule]));
   const int64_t begin = (chunk - param.first_chunk) * kChunk;
   const int64_t end = param.numel < begin + kChunk ? param.numel : begin + kChunk;
   const bool is_wide = RuleRow<Rule, T>::is_wide(param);

@@ -45,7 +45,7 @@ optim::StepRecord record_of(optim::RuleKind kind, const optim::ParamJob& param, 
   switch (kind) {
 #define DT_CASE(Rule)            \
   case optim::RuleKind::k##Rule: \
-    return optim::record_of(param, optim::Rule<float>(args.as<optim::Rule<float>::Args>()));
+    return optim::record_of(param, optim::rule_from<optim::Rule<float>>(args.as<optim::Rule<float>::Args>()));
     DT_CASE(Adam)
     DT_CASE(Sgd)
     DT_CASE(SgdMomentum)

@@ -9,35 +9,27 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // Adadelta (Zeiler 2012, alg. 1), with torch's learning rate.
-struct AdadeltaArgs {
-  double lr, rho, eps, l2, sign;
-
-  static constexpr bool kCountsSteps = true;
-  static DT_HOST_DEVICE AdadeltaArgs make(const Hypers& hyper, double) {
-    AdadeltaArgs args;
-    args.lr = hyper.lr;
-    args.rho = hyper.rho;
-    args.eps = hyper.eps;
-    args.l2 = hyper.weight_decay;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    return args;
-  }
-};
-
 template <class T>
 struct Adadelta {
-  using Args = AdadeltaArgs;
+  using Args = Adadelta<double>;
+  static constexpr bool kCountsSteps = true;
   static constexpr int kNumStates = 2;
   static constexpr bool kSquared[kMaxStates] = {true, true};
   T lr, rho, one_minus_rho, eps, l2, sign;
 
-  DT_HOST_DEVICE explicit Adadelta(const Args& a)
-      : lr(T(a.lr)), rho(T(a.rho)), one_minus_rho(T(1 - a.rho)), eps(T(a.eps)), l2(T(a.l2)), sign(T(a.sign)) {}
+  static DT_HOST_DEVICE Adadelta make(const Hypers& hyper, double) {
+    Adadelta rule;
+    rule.lr = hyper.lr;
+    rule.rho = hyper.rho;
+    rule.one_minus_rho = 1 - hyper.rho;
+    rule.eps = hyper.eps;
+    rule.l2 = hyper.weight_decay;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    return rule;
+  }
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -52,8 +44,6 @@ struct Adadelta {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

@@ -9,35 +9,26 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // Adagrad (Duchi et al. 2011, the diagonal form of section 1.1), with torch's decay of the learning rate.
-struct AdagradArgs {
-  double sign, l2, eps;
-  double step_size;  // lr / (1 + (step - 1) * lr_decay)
-
-  static constexpr bool kCountsSteps = true;
-  static DT_HOST_DEVICE AdagradArgs make(const Hypers& hyper, double step) {
-    AdagradArgs args;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.l2 = hyper.weight_decay;
-    args.eps = hyper.eps;
-    args.step_size = hyper.lr / (1 + (step - 1) * hyper.lr_decay);
-    return args;
-  }
-};
-
 template <class T>
 struct Adagrad {
-  using Args = AdagradArgs;
+  using Args = Adagrad<double>;
+  static constexpr bool kCountsSteps = true;
   static constexpr int kNumStates = 1;
   static constexpr bool kSquared[kMaxStates] = {true};
-  T sign, l2, eps, step_size;
+  T sign, l2, eps;
+  T step_size;  // lr / (1 + (step - 1) * lr_decay)
 
-  DT_HOST_DEVICE explicit Adagrad(const Args& a)
-      : sign(T(a.sign)), l2(T(a.l2)), eps(T(a.eps)), step_size(T(a.step_size)) {}
+  static DT_HOST_DEVICE Adagrad make(const Hypers& hyper, double step) {
+    Adagrad rule;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.l2 = hyper.weight_decay;
+    rule.eps = hyper.eps;
+    rule.step_size = hyper.lr / (1 + (step - 1) * hyper.lr_decay);
+    return rule;
+  }
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -49,8 +40,6 @@ struct Adagrad {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

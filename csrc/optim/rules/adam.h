@@ -9,9 +9,7 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // Adam and AdamW (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2). The formula of the step is
 //
@@ -19,49 +17,35 @@ inline namespace DRIVETRAIN_ISA {
 //
 // Its fraction is expanded by sqrt(bias_correction2), as section 2 of the first paper suggests. That takes one division
 // per element instead of two and keeps the loop at the speed of memory.
-struct AdamArgs {
-  double beta1, beta2;
-  double sign;       // -1 to maximize, else 1
-  double decay;      // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
-  double l2;         // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
-  double step_size;  // lr / bias_correction1 * sqrt(bias_correction2)
-  double eps;        // eps * sqrt(bias_correction2)
-
-  // `step` counts from 1.
-  static constexpr bool kCountsSteps = true;
-  static DT_HOST_DEVICE AdamArgs make(const Hypers& hyper, double step) {
-    const double lr = hyper.lr, weight_decay = hyper.weight_decay;
-    const bool decoupled = hyper.decoupled_weight_decay != 0;
-    AdamArgs args;
-    args.beta1 = hyper.beta1;
-    args.beta2 = hyper.beta2;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.decay = decoupled ? 1 - lr * weight_decay : 1;
-    args.l2 = decoupled ? 0 : weight_decay;
-    const double bias_correction2_sqrt = sqrt(1 - power(args.beta2, step));
-    args.step_size = lr / (1 - power(args.beta1, step)) * bias_correction2_sqrt;
-    args.eps = hyper.eps * bias_correction2_sqrt;
-    return args;
-  }
-};
-
 template <class T, bool kAmsgrad>
 struct AdamRule {
-  using Args = AdamArgs;
+  using Args = AdamRule<double, kAmsgrad>;
+  static constexpr bool kCountsSteps = true;
   static constexpr int kNumStates = kAmsgrad ? 3 : 2;
   static constexpr bool kSquared[kMaxStates] = {false, true, true};
-  T beta1, beta2, one_minus_beta1, one_minus_beta2, sign, decay, l2, step_size, eps;
+  T beta2, one_minus_beta1, one_minus_beta2;
+  T sign;       // -1 to maximize, else 1
+  T decay;      // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
+  T l2;         // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
+  T step_size;  // lr / bias_correction1 * sqrt(bias_correction2)
+  T eps;        // eps * sqrt(bias_correction2)
 
-  DT_HOST_DEVICE explicit AdamRule(const Args& a)
-      : beta1(T(a.beta1)),
-        beta2(T(a.beta2)),
-        one_minus_beta1(T(1 - a.beta1)),
-        one_minus_beta2(T(1 - a.beta2)),
-        sign(T(a.sign)),
-        decay(T(a.decay)),
-        l2(T(a.l2)),
-        step_size(T(a.step_size)),
-        eps(T(a.eps)) {}
+  // `step` counts from 1.
+  static DT_HOST_DEVICE AdamRule make(const Hypers& hyper, double step) {
+    const double lr = hyper.lr, weight_decay = hyper.weight_decay;
+    const bool decoupled = hyper.decoupled_weight_decay != 0;
+    AdamRule rule;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta1 = 1 - hyper.beta1;
+    rule.one_minus_beta2 = 1 - hyper.beta2;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.decay = decoupled ? 1 - lr * weight_decay : 1;
+    rule.l2 = decoupled ? 0 : weight_decay;
+    const double bias_correction2_sqrt = sqrt(1 - power(hyper.beta2, step));
+    rule.step_size = lr / (1 - power(hyper.beta1, step)) * bias_correction2_sqrt;
+    rule.eps = hyper.eps * bias_correction2_sqrt;
+    return rule;
+  }
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -82,8 +66,6 @@ using Adam = AdamRule<T, false>;
 template <class T>
 using AdamAmsgrad = AdamRule<T, true>;
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

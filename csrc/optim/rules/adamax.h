@@ -9,42 +9,28 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // Adamax (Kingma & Ba 2015, alg. 2), with eps in the maximum as in torch.
-struct AdamaxArgs {
-  double beta1, beta2, eps, l2, sign;
-  double step_size;  // lr / bias_correction1
-
-  static constexpr bool kCountsSteps = true;
-  static DT_HOST_DEVICE AdamaxArgs make(const Hypers& hyper, double step) {
-    AdamaxArgs args;
-    args.beta1 = hyper.beta1;
-    args.beta2 = hyper.beta2;
-    args.eps = hyper.eps;
-    args.l2 = hyper.weight_decay;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.step_size = hyper.lr / (1 - power(args.beta1, step));
-    return args;
-  }
-};
-
 template <class T>
 struct Adamax {
-  using Args = AdamaxArgs;
+  using Args = Adamax<double>;
+  static constexpr bool kCountsSteps = true;
   static constexpr int kNumStates = 2;
   static constexpr bool kSquared[kMaxStates] = {false, true};  // a norm is never negative, and the step divides by it
-  T beta2, one_minus_beta1, eps, l2, sign, step_size;
+  T beta2, one_minus_beta1, eps, l2, sign;
+  T step_size;  // lr / bias_correction1
 
-  DT_HOST_DEVICE explicit Adamax(const Args& a)
-      : beta2(T(a.beta2)),
-        one_minus_beta1(T(1 - a.beta1)),
-        eps(T(a.eps)),
-        l2(T(a.l2)),
-        sign(T(a.sign)),
-        step_size(T(a.step_size)) {}
+  static DT_HOST_DEVICE Adamax make(const Hypers& hyper, double step) {
+    Adamax rule;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta1 = 1 - hyper.beta1;
+    rule.eps = hyper.eps;
+    rule.l2 = hyper.weight_decay;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.step_size = hyper.lr / (1 - power(hyper.beta1, step));
+    return rule;
+  }
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -58,8 +44,6 @@ struct Adamax {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

@@ -9,22 +9,23 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // Schedule-free AdamW (Defazio et al. 2024, alg. 1). The parameter is y, where gradients are taken; the state holds z,
 // and the average x follows from both. As in the authors' code, the average is weighed by powers of the step's number
 // and of the largest learning rate so far.
-struct AdamwScheduleFreeArgs {
-  double beta2, eps, weight_decay, sign;
-  double lr;      // after warmup, times sqrt(bias_correction2)
-  double weight;  // of z in the average
-  double y_step;  // lr * (1 - beta1 * (1 - weight))
-
+template <class T>
+struct AdamwScheduleFree {
+  using Args = AdamwScheduleFree<double>;
   static constexpr bool kCountsSteps = true;
   static constexpr int kNumScalars = 2;
   static constexpr const char* kScalarNames[] = {"weight_sum", "lr_max"};
+  static constexpr int kNumStates = 2;
+  static constexpr bool kSquared[kMaxStates] = {false, true};
+  T beta2, one_minus_beta2, eps, weight_decay, sign;
+  T lr;      // after warmup, times sqrt(bias_correction2)
+  T weight;  // of z in the average
+  T y_step;  // lr * (1 - beta1 * (1 - weight))
 
   static DT_HOST_DEVICE double lr_of(const Hypers& hyper, double step) {
     const double warmed = step < hyper.warmup_steps ? step / hyper.warmup_steps : 1;
@@ -40,37 +41,20 @@ struct AdamwScheduleFreeArgs {
     set_scalar(scalars, 0, scalars.value[0] + weight_of(hyper, step, scalars.value[1]));
   }
 
-  static DT_HOST_DEVICE AdamwScheduleFreeArgs make(const Hypers& hyper, double step, Scalars scalars) {
-    AdamwScheduleFreeArgs args;
-    args.beta2 = hyper.beta2;
-    args.eps = hyper.eps;
-    args.weight_decay = hyper.weight_decay;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.lr = lr_of(hyper, step);
+  static DT_HOST_DEVICE AdamwScheduleFree make(const Hypers& hyper, double step, Scalars scalars) {
+    AdamwScheduleFree rule;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta2 = 1 - hyper.beta2;
+    rule.eps = hyper.eps;
+    rule.weight_decay = hyper.weight_decay;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.lr = lr_of(hyper, step);
     advance(hyper, step, scalars);
     const double sum = scalars.value[0];
-    args.weight = sum > 0 ? weight_of(hyper, step, scalars.value[1]) / sum : 0;
-    args.y_step = args.lr * (1 - hyper.beta1 * (1 - args.weight));
-    return args;
+    rule.weight = sum > 0 ? weight_of(hyper, step, scalars.value[1]) / sum : 0;
+    rule.y_step = rule.lr * (1 - hyper.beta1 * (1 - rule.weight));
+    return rule;
   }
-};
-
-template <class T>
-struct AdamwScheduleFree {
-  using Args = AdamwScheduleFreeArgs;
-  static constexpr int kNumStates = 2;
-  static constexpr bool kSquared[kMaxStates] = {false, true};
-  T beta2, one_minus_beta2, eps, weight_decay, sign, lr, weight, y_step;
-
-  DT_HOST_DEVICE explicit AdamwScheduleFree(const Args& a)
-      : beta2(T(a.beta2)),
-        one_minus_beta2(T(1 - a.beta2)),
-        eps(T(a.eps)),
-        weight_decay(T(a.weight_decay)),
-        sign(T(a.sign)),
-        lr(T(a.lr)),
-        weight(T(a.weight)),
-        y_step(T(a.y_step)) {}
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -85,8 +69,6 @@ struct AdamwScheduleFree {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

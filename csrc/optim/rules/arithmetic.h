@@ -11,9 +11,7 @@ namespace drivetrain::optim {
 
 using namespace formats;
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 DT_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
 DT_HOST_DEVICE double square_root(double x) { return sqrt(x); }
@@ -95,8 +93,6 @@ DT_HOST_DEVICE T minimum(T a, T b) {
   return a >= b ? b : a;
 }
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

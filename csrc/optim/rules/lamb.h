@@ -9,37 +9,40 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // LAMB (You et al. 2020, alg. 2): Adam's direction, with a step length relative to the parameter's norm.
-struct LambArgs {
-  double beta1, beta2, sign, weight_decay;
-  double gradient_share;  // 1 - beta1, or 1 without grad_averaging
-  double direction_size;  // sqrt(bias_correction2) / bias_correction1
-  double eps;             // eps * sqrt(bias_correction2): one division per element, as in Adam
-  double step_size;       // lr, times the trust ratio after adapt()
-  double adapts;          // whether there is a trust ratio
-  double clips;           // whether the trust ratio is limited to 1
-
+template <class T>
+struct Lamb {
+  using Args = Lamb<double>;
   static constexpr bool kCountsSteps = true;
-  static DT_HOST_DEVICE LambArgs make(const Hypers& hyper, double step) {
-    LambArgs args;
-    args.beta1 = hyper.beta1;
-    args.beta2 = hyper.beta2;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.weight_decay = hyper.weight_decay;
-    args.gradient_share = hyper.grad_averaging != 0 ? 1 - args.beta1 : 1;
+  static constexpr int kNumStates = 2;
+  static constexpr bool kSquared[kMaxStates] = {false, true};
+  T beta1, beta2, one_minus_beta2, sign, weight_decay;
+  T gradient_share;  // 1 - beta1, or 1 without grad_averaging
+  T direction_size;  // sqrt(bias_correction2) / bias_correction1
+  T eps;             // eps * sqrt(bias_correction2): one division per element, as in Adam
+  T step_size;       // lr, times the trust ratio after adapt()
+  T adapts;          // whether there is a trust ratio
+  T clips;           // whether the trust ratio is limited to 1
+
+  static DT_HOST_DEVICE Lamb make(const Hypers& hyper, double step) {
+    Lamb rule;
+    rule.beta1 = hyper.beta1;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta2 = 1 - hyper.beta2;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.weight_decay = hyper.weight_decay;
+    rule.gradient_share = hyper.grad_averaging != 0 ? 1 - hyper.beta1 : 1;
     const bool corrects = hyper.bias_correction != 0;
-    const double correction1 = corrects ? 1 - power(args.beta1, step) : 1;
-    const double correction2_sqrt = corrects ? sqrt(1 - power(args.beta2, step)) : 1;
-    args.direction_size = correction2_sqrt / correction1;
-    args.eps = hyper.eps * correction2_sqrt;
-    args.step_size = hyper.lr;
-    args.adapts = args.weight_decay != 0 || hyper.always_adapt != 0;
-    args.clips = hyper.trust_clip;
-    return args;
+    const double correction1 = corrects ? 1 - power(hyper.beta1, step) : 1;
+    const double correction2_sqrt = corrects ? sqrt(1 - power(hyper.beta2, step)) : 1;
+    rule.direction_size = correction2_sqrt / correction1;
+    rule.eps = hyper.eps * correction2_sqrt;
+    rule.step_size = hyper.lr;
+    rule.adapts = hyper.weight_decay != 0 || hyper.always_adapt != 0;
+    rule.clips = hyper.trust_clip;
+    return rule;
   }
 
   DT_HOST_DEVICE void adapt(const TrustRatioSums& sums, int64_t) {
@@ -47,25 +50,6 @@ struct LambArgs {
     const double ratio = sqrt(sums.param / sums.direction);
     step_size *= clips != 0 && ratio > 1 ? 1 : ratio;
   }
-};
-
-template <class T>
-struct Lamb {
-  using Args = LambArgs;
-  static constexpr int kNumStates = 2;
-  static constexpr bool kSquared[kMaxStates] = {false, true};
-  T beta1, beta2, one_minus_beta2, sign, weight_decay, gradient_share, direction_size, eps, step_size;
-
-  DT_HOST_DEVICE explicit Lamb(const Args& a)
-      : beta1(T(a.beta1)),
-        beta2(T(a.beta2)),
-        one_minus_beta2(T(1 - a.beta2)),
-        sign(T(a.sign)),
-        weight_decay(T(a.weight_decay)),
-        gradient_share(T(a.gradient_share)),
-        direction_size(T(a.direction_size)),
-        eps(T(a.eps)),
-        step_size(T(a.step_size)) {}
 
   DT_HOST_DEVICE T direction(T param, T grad, T (&state)[kMaxStates]) const {
     T& exp_avg = state[0];
@@ -81,8 +65,6 @@ struct Lamb {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

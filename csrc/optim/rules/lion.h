@@ -9,42 +9,29 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // Lion (Chen et al. 2023, alg. 2).
-struct LionArgs {
-  double lr, beta1, beta2, sign;
-  double decay;  // 1 - lr * weight_decay
-
-  static constexpr bool kCountsSteps = false;
-  static DT_HOST_DEVICE LionArgs make(const Hypers& hyper, double) {
-    LionArgs args;
-    args.lr = hyper.lr;
-    args.beta1 = hyper.beta1;
-    args.beta2 = hyper.beta2;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.decay = 1 - args.lr * hyper.weight_decay;
-    return args;
-  }
-};
-
 template <class T>
 struct Lion {
-  using Args = LionArgs;
+  using Args = Lion<double>;
+  static constexpr bool kCountsSteps = false;
   static constexpr int kNumStates = 1;
   static constexpr bool kSquared[kMaxStates] = {};
-  T lr, beta1, beta2, one_minus_beta1, one_minus_beta2, sign, decay;
+  T lr, beta1, beta2, one_minus_beta1, one_minus_beta2, sign;
+  T decay;  // 1 - lr * weight_decay
 
-  DT_HOST_DEVICE explicit Lion(const Args& a)
-      : lr(T(a.lr)),
-        beta1(T(a.beta1)),
-        beta2(T(a.beta2)),
-        one_minus_beta1(T(1 - a.beta1)),
-        one_minus_beta2(T(1 - a.beta2)),
-        sign(T(a.sign)),
-        decay(T(a.decay)) {}
+  static DT_HOST_DEVICE Lion make(const Hypers& hyper, double) {
+    Lion rule;
+    rule.lr = hyper.lr;
+    rule.beta1 = hyper.beta1;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta1 = 1 - hyper.beta1;
+    rule.one_minus_beta2 = 1 - hyper.beta2;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.decay = 1 - hyper.lr * hyper.weight_decay;
+    return rule;
+  }
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -55,8 +42,6 @@ struct Lion {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

@@ -9,9 +9,7 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // NAdam (Dozat 2016, alg. 2), with torch's decay of the momentum. The formula of the step is
 //
@@ -19,16 +17,19 @@ inline namespace DRIVETRAIN_ISA {
 //   / (sqrt(exp_avg_sq / bias_correction2) + eps)
 //
 // Its fraction is expanded by sqrt(bias_correction2), as Adam's is.
-struct NadamArgs {
-  double beta1, beta2, sign;
-  double decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
-  double l2;     // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
-  double eps;    // eps * sqrt(bias_correction2)
-  double grad_step, exp_avg_step;
-
+template <class T>
+struct Nadam {
+  using Args = Nadam<double>;
   static constexpr bool kCountsSteps = true;
   static constexpr int kNumScalars = 1;
   static constexpr const char* kScalarNames[] = {"mu_product"};
+  static constexpr int kNumStates = 2;
+  static constexpr bool kSquared[kMaxStates] = {false, true};
+  T beta2, one_minus_beta1, one_minus_beta2, sign;
+  T decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
+  T l2;     // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
+  T eps;    // eps * sqrt(bias_correction2)
+  T grad_step, exp_avg_step;
 
   // Returns a step's momentum, which approaches beta1.
   static DT_HOST_DEVICE double mu_of(const Hypers& hyper, double step) {
@@ -42,41 +43,23 @@ struct NadamArgs {
     set_scalar(scalars, 0, scalars.value[0] * mu);
   }
 
-  static DT_HOST_DEVICE NadamArgs make(const Hypers& hyper, double step, Scalars scalars) {
+  static DT_HOST_DEVICE Nadam make(const Hypers& hyper, double step, Scalars scalars) {
     const bool decoupled = hyper.decoupled_weight_decay != 0;
-    NadamArgs args;
-    args.beta1 = hyper.beta1;
-    args.beta2 = hyper.beta2;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.decay = decoupled ? 1 - hyper.lr * hyper.weight_decay : 1;
-    args.l2 = decoupled ? 0 : hyper.weight_decay;
-    const double bias_correction2_sqrt = sqrt(1 - power(args.beta2, step));
-    args.eps = hyper.eps * bias_correction2_sqrt;
+    Nadam rule;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta1 = 1 - hyper.beta1;
+    rule.one_minus_beta2 = 1 - hyper.beta2;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.decay = decoupled ? 1 - hyper.lr * hyper.weight_decay : 1;
+    rule.l2 = decoupled ? 0 : hyper.weight_decay;
+    const double bias_correction2_sqrt = sqrt(1 - power(hyper.beta2, step));
+    rule.eps = hyper.eps * bias_correction2_sqrt;
     advance(hyper, step, scalars);
     const double mu = mu_of(hyper, step), mu_next = mu_of(hyper, step + 1), product = scalars.value[0];
-    args.grad_step = hyper.lr * (1 - mu) / (1 - product) * bias_correction2_sqrt;
-    args.exp_avg_step = hyper.lr * mu_next / (1 - product * mu_next) * bias_correction2_sqrt;
-    return args;
+    rule.grad_step = hyper.lr * (1 - mu) / (1 - product) * bias_correction2_sqrt;
+    rule.exp_avg_step = hyper.lr * mu_next / (1 - product * mu_next) * bias_correction2_sqrt;
+    return rule;
   }
-};
-
-template <class T>
-struct Nadam {
-  using Args = NadamArgs;
-  static constexpr int kNumStates = 2;
-  static constexpr bool kSquared[kMaxStates] = {false, true};
-  T beta2, one_minus_beta1, one_minus_beta2, sign, decay, l2, eps, grad_step, exp_avg_step;
-
-  DT_HOST_DEVICE explicit Nadam(const Args& a)
-      : beta2(T(a.beta2)),
-        one_minus_beta1(T(1 - a.beta1)),
-        one_minus_beta2(T(1 - a.beta2)),
-        sign(T(a.sign)),
-        decay(T(a.decay)),
-        l2(T(a.l2)),
-        eps(T(a.eps)),
-        grad_step(T(a.grad_step)),
-        exp_avg_step(T(a.exp_avg_step)) {}
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -91,8 +74,6 @@ struct Nadam {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

@@ -9,42 +9,28 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // RMSprop (Tieleman & Hinton 2012, lecture 6.5; centered after Graves 2013, eq. 38 to 41), with torch's momentum.
-struct RmspropArgs {
-  double lr, alpha, eps, l2, sign, momentum;
-
-  static constexpr bool kCountsSteps = true;
-  static DT_HOST_DEVICE RmspropArgs make(const Hypers& hyper, double) {
-    RmspropArgs args;
-    args.lr = hyper.lr;
-    args.alpha = hyper.alpha;
-    args.eps = hyper.eps;
-    args.l2 = hyper.weight_decay;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.momentum = hyper.momentum;
-    return args;
-  }
-};
-
 template <class T, bool kCentered, bool kMomentum>
 struct RmspropRule {
-  using Args = RmspropArgs;
+  using Args = RmspropRule<double, kCentered, kMomentum>;
+  static constexpr bool kCountsSteps = true;
   static constexpr int kNumStates = 1 + kCentered + kMomentum;
   static constexpr bool kSquared[kMaxStates] = {true};
   T lr, alpha, one_minus_alpha, eps, l2, sign, momentum;
 
-  DT_HOST_DEVICE explicit RmspropRule(const Args& a)
-      : lr(T(a.lr)),
-        alpha(T(a.alpha)),
-        one_minus_alpha(T(1 - a.alpha)),
-        eps(T(a.eps)),
-        l2(T(a.l2)),
-        sign(T(a.sign)),
-        momentum(T(a.momentum)) {}
+  static DT_HOST_DEVICE RmspropRule make(const Hypers& hyper, double) {
+    RmspropRule rule;
+    rule.lr = hyper.lr;
+    rule.alpha = hyper.alpha;
+    rule.one_minus_alpha = 1 - hyper.alpha;
+    rule.eps = hyper.eps;
+    rule.l2 = hyper.weight_decay;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.momentum = hyper.momentum;
+    return rule;
+  }
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -75,8 +61,6 @@ using RmspropCentered = RmspropRule<T, true, false>;
 template <class T>
 using RmspropCenteredMomentum = RmspropRule<T, true, true>;
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

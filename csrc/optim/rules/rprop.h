@@ -9,39 +9,26 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // Rprop (Riedmiller & Braun 1993; the variant iRprop- of Igel & Huesken 2000), as in torch.
-struct RpropArgs {
-  double sign, eta_minus, eta_plus, step_size_min, step_size_max;
-
-  static constexpr bool kCountsSteps = true;
-  static DT_HOST_DEVICE RpropArgs make(const Hypers& hyper, double) {
-    RpropArgs args;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.eta_minus = hyper.eta_minus;
-    args.eta_plus = hyper.eta_plus;
-    args.step_size_min = hyper.step_size_min;
-    args.step_size_max = hyper.step_size_max;
-    return args;
-  }
-};
-
 template <class T>
 struct Rprop {
-  using Args = RpropArgs;
+  using Args = Rprop<double>;
+  static constexpr bool kCountsSteps = true;
   static constexpr int kNumStates = 2;
   static constexpr bool kSquared[kMaxStates] = {false, true};  // a step size is never negative
   T sign, eta_minus, eta_plus, step_size_min, step_size_max;
 
-  DT_HOST_DEVICE explicit Rprop(const Args& a)
-      : sign(T(a.sign)),
-        eta_minus(T(a.eta_minus)),
-        eta_plus(T(a.eta_plus)),
-        step_size_min(T(a.step_size_min)),
-        step_size_max(T(a.step_size_max)) {}
+  static DT_HOST_DEVICE Rprop make(const Hypers& hyper, double) {
+    Rprop rule;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.eta_minus = hyper.eta_minus;
+    rule.eta_plus = hyper.eta_plus;
+    rule.step_size_min = hyper.step_size_min;
+    rule.step_size_max = hyper.step_size_max;
+    return rule;
+  }
 
   // As torch.sign, which returns 0 for NaN: such a gradient moves nothing.
   template <class V>
@@ -59,8 +46,6 @@ struct Rprop {
   }
 };
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

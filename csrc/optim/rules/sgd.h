@@ -9,45 +9,30 @@
 
 namespace drivetrain::optim {
 
-#if defined(DRIVETRAIN_ISA)
-inline namespace DRIVETRAIN_ISA {
-#endif
+DT_BEGIN_ISA
 
 // SGD as torch.optim.SGD: momentum (heavy ball), dampening, Nesterov, L2 weight decay.
-struct SgdArgs {
-  double lr, l2, sign, momentum;
-  double gradient_share;  // 1 - dampening, but 1 on a parameter's first step, when the buffer starts as the gradient
-  double nesterov;
-
-  // `step` is 1 on a parameter's first step, and more later.
-  static constexpr bool kCountsSteps = false;
-  static DT_HOST_DEVICE SgdArgs make(const Hypers& hyper, double step) {
-    SgdArgs args;
-    args.lr = hyper.lr;
-    args.l2 = hyper.weight_decay;
-    args.sign = hyper.maximize != 0 ? -1 : 1;
-    args.momentum = hyper.momentum;
-    args.gradient_share = step > 1 ? 1 - hyper.dampening : 1;
-    args.nesterov = hyper.nesterov;
-    return args;
-  }
-};
-
 template <class T, bool kMomentum>
 struct SgdRule {
-  using Args = SgdArgs;
+  using Args = SgdRule<double, kMomentum>;
+  static constexpr bool kCountsSteps = false;
   static constexpr int kNumStates = kMomentum ? 1 : 0;
   static constexpr bool kSquared[kMaxStates] = {};
-  T lr, l2, sign, momentum, gradient_share;
-  bool nesterov;
+  T lr, l2, sign, momentum;
+  T gradient_share;  // 1 - dampening, but 1 on a parameter's first step, when the buffer starts as the gradient
+  T nesterov;
 
-  DT_HOST_DEVICE explicit SgdRule(const Args& a)
-      : lr(T(a.lr)),
-        l2(T(a.l2)),
-        sign(T(a.sign)),
-        momentum(T(a.momentum)),
-        gradient_share(T(a.gradient_share)),
-        nesterov(a.nesterov != 0) {}
+  // `step` is 1 on a parameter's first step, and more later.
+  static DT_HOST_DEVICE SgdRule make(const Hypers& hyper, double step) {
+    SgdRule rule;
+    rule.lr = hyper.lr;
+    rule.l2 = hyper.weight_decay;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.momentum = hyper.momentum;
+    rule.gradient_share = step > 1 ? 1 - hyper.dampening : 1;
+    rule.nesterov = hyper.nesterov;
+    return rule;
+  }
 
   template <class V>
   DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
@@ -56,7 +41,7 @@ struct SgdRule {
     if constexpr (kMomentum) {
       V& buffer = state[0];
       buffer = momentum * buffer + gradient_share * grad;
-      grad = nesterov ? grad + momentum * buffer : buffer;
+      grad = nesterov != 0 ? grad + momentum * buffer : buffer;
     }
     param = param - lr * grad;
   }
@@ -66,8 +51,6 @@ using Sgd = SgdRule<T, false>;
 template <class T>
 using SgdMomentum = SgdRule<T, true>;
 
-#if defined(DRIVETRAIN_ISA)
-}  // namespace DRIVETRAIN_ISA
-#endif
+DT_END_ISA
 
 }  // namespace drivetrain::optim

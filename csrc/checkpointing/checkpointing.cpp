@@ -73,24 +73,21 @@ Source source_of(const at::Tensor& tensor) {
 }
 
 std::shared_ptr<Snapshot> make_snapshot(SnapshotSlab& slab, const std::string& header,
-                                        const std::vector<at::Tensor>& tensors, int num_threads, int nice,
-                                        bool replaces_chunks) {
+                                        const std::vector<at::Tensor>& tensors, bool replaces_chunks) {
   std::vector<Source> sources;
   sources.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) sources.push_back(source_of(tensor));
   try {
-    return std::make_shared<Snapshot>(slab, header, std::move(sources), ThreadSettings{num_threads, nice},
-                                      replaces_chunks);
+    return std::make_shared<Snapshot>(slab, header, std::move(sources), replaces_chunks);
   } catch (const FileError& error) {
     raise_os_error(error);
   }
 }
 
-void write(Snapshot& snapshot, const std::string& path, bool direct, int num_threads, int nice) {
+void write(Snapshot& snapshot, const std::string& path) {
   try {
     const py::gil_scoped_release no_gil;
-    snapshot.write(path, direct, {num_threads, nice});
-    return;
+    snapshot.write(path);
   } catch (const FileError& error) {
     raise_os_error(error);
   }
@@ -131,9 +128,9 @@ std::optional<double> copy_seconds(const Snapshot& snapshot) {
 std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
     std::string path, int64_t file_bytes, std::vector<int64_t> chunks, std::vector<uint32_t> expected,
     const std::vector<int64_t>& begins, const std::vector<at::Tensor>& tensors, int num_threads, double timeout_s) {
-  if (begins.size() != tensors.size() || (!expected.empty() && expected.size() != chunks.size())) {
+  if (begins.size() != tensors.size() || expected.size() != chunks.size()) {
     throw UserError(text("begins has ", begins.size(), " members, expected ", tensors.size(),
-                         ", one for each tensor; expected has ", expected.size(), ", expected 0 or ", chunks.size(),
+                         ", one for each tensor; expected has ", expected.size(), ", expected ", chunks.size(),
                          ", one for each chunk."));
   }
   std::vector<Target> targets;
@@ -187,8 +184,8 @@ void register_checkpointing(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("nbytes", &SnapshotSlab::nbytes);
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
-      .def(py::init(&make_snapshot), py::arg("slab"), py::arg("header"), py::arg("tensors"), py::arg("num_threads"),
-           py::arg("nice"), py::arg("replaces_chunks") = false)
+      .def(py::init(&make_snapshot), py::arg("slab"), py::arg("header"), py::arg("tensors"),
+           py::arg("replaces_chunks") = false)
       .def_property_readonly("nbytes", &Snapshot::nbytes)
       .def_property_readonly("num_chunks", &Snapshot::num_chunks)
       .def("chunk", &chunk_of, py::arg("index"), py::arg("timeout_s"))
@@ -200,7 +197,7 @@ void register_checkpointing(py::module_& m) {
             return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_copied(slice_s); });
           },
           py::arg("timeout_s"))
-      .def("write", &write, py::arg("path"), py::arg("direct"), py::arg("num_threads"), py::arg("nice"))
+      .def("write", &write, py::arg("path"))
       .def("wait_written", &wait_written, py::arg("timeout_s"))
       .def("abandon", &Snapshot::abandon)
       .def(

@@ -75,15 +75,11 @@ void CheckpointReader::State::read_chunk(size_t index, unsigned char* buffer) {
   unsigned char* const whole = place_of(first, last);
   if (whole != nullptr) buffer = whole;
   const int64_t found = file.read(first, buffer, last - first);
-  if (!job.expected.empty()) {
-    const uint32_t checksum = crc32c(0, buffer, found);
-    if (found < last - first || checksum != job.expected[index]) {
-      const std::lock_guard lock(mutex);
-      bad.push_back({chunk, checksum});
-      return;
-    }
-  } else if (found < last - first) {
-    throw FileError("pread", job.path, EIO);  // the file became shorter
+  const uint32_t checksum = crc32c(0, buffer, found);
+  if (found < last - first || checksum != job.expected[index]) {
+    const std::lock_guard lock(mutex);
+    bad.push_back({chunk, checksum});
+    return;
   }
   if (whole == nullptr) scatter(buffer, first, last);
 }
@@ -121,7 +117,7 @@ void CheckpointReader::State::end_reader() {
 CheckpointReader::CheckpointReader(ReadJob job, int num_threads) : state_(std::make_shared<State>(std::move(job))) {
   const int count = static_cast<int>(std::min<size_t>(num_threads, state_->job.chunks.size()));
   state_->readers = count;
-  const int started = start_threads("dt-ckpt-read", {count, 0}, [state = state_] { state->read_chunks(); });
+  const int started = start_threads("dt-ckpt-read", count, 0, [state = state_] { state->read_chunks(); });
   if (started == 0 && count > 0) throw FileError("pthread_create", state_->job.path, EAGAIN);
   for (int i = started; i < count; ++i) state_->end_reader();
 }

@@ -26,7 +26,7 @@ struct ReadJob {
   std::string path;
   int64_t file_bytes;
   std::vector<int64_t> chunks;     // to read
-  std::vector<uint32_t> expected;  // their checksums; empty: none is verified
+  std::vector<uint32_t> expected;  // their checksums
   std::vector<Target> targets;     // in the order of the file; bytes of other chunks are not written
 };
 

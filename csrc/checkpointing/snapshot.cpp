@@ -14,6 +14,7 @@
 #include "base/check.h"
 #include "checkpointing/crc32c.h"
 #include "checkpointing/file.h"
+#include "checkpointing/threads.h"
 
 namespace drivetrain::checkpointing {
 namespace {
@@ -21,6 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kChunksPerWrite = 2;
+constexpr int kWriters = 2;
+constexpr int kNice = 10;  // of the threads that copy and write: the training goes first
 
 }  // namespace
 
@@ -166,8 +169,7 @@ void Snapshot::State::fail(std::exception_ptr why) {
   changed.notify_all();
 }
 
-Snapshot::Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads,
-                   bool replaces_chunks)
+Snapshot::Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources, bool replaces_chunks)
     : state_(std::make_shared<State>()) {
   State& state = *state_;
   DT_INVARIANT(header.size() % kBlockBytes == 0 && !header.empty());
@@ -191,8 +193,7 @@ Snapshot::Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<So
   const int64_t padded = (state.nbytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
   state.pages = slab.lend(padded);
   std::memset(state.pages->begin() + state.nbytes, 0, padded - state.nbytes);
-  threads.count = static_cast<int>(std::min<int64_t>(threads.count, state.num_chunks));
-  if (start_threads("dt-ckpt-copy", threads, [state = state_] { state->copy_chunks(); }) == 0) {
+  if (start_threads("dt-ckpt-copy", 1, kNice, [state = state_] { state->copy_chunks(); }) == 0) {
     throw FileError("pthread_create", "a snapshot", EAGAIN);
   }
 }
@@ -262,20 +263,20 @@ double Snapshot::copy_seconds() const {
   return state_->copy_seconds;
 }
 
-void Snapshot::write(const std::string& path, bool direct, ThreadSettings threads) {
+void Snapshot::write(const std::string& path, bool direct) {
   State& state = *state_;
   DT_INVARIANT(!state.file && !state.is_written);
   auto file = std::make_unique<OutputFile>(path, state.nbytes, direct);
   const int64_t units = (state.num_chunks + kChunksPerWrite - 1) / kChunksPerWrite;
-  threads.count = static_cast<int>(std::min<int64_t>(threads.count, units));
+  const int count = static_cast<int>(std::min<int64_t>(kWriters, units));
   {
     const std::lock_guard lock(state.mutex);
     state.file = std::move(file);
-    state.writers = threads.count;
+    state.writers = count;
   }
-  const int started = start_threads("dt-ckpt-write", threads, [state = state_] { state->write_chunks(); });
+  const int started = start_threads("dt-ckpt-write", count, kNice, [state = state_] { state->write_chunks(); });
   if (started == 0) state.fail(std::make_exception_ptr(FileError("pthread_create", path, EAGAIN)));
-  for (int i = started; i < threads.count; ++i) state.end_writer();
+  for (int i = started; i < count; ++i) state.end_writer();
 }
 
 bool Snapshot::wait_written(double timeout_s) const {

@@ -8,7 +8,6 @@
 
 #include "checkpointing/slab.h"
 #include "checkpointing/strided_bytes.h"
-#include "checkpointing/threads.h"
 
 namespace drivetrain::checkpointing {
 
@@ -25,8 +24,7 @@ class Snapshot {
  public:
   // Starts to copy the header and the sources, one after another. The header has a multiple of kBlockBytes bytes.
   // replaces_chunks: each chunk is written only after replace_chunk() has given its encrypted bytes.
-  Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources, ThreadSettings threads,
-           bool replaces_chunks = false);
+  Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources, bool replaces_chunks = false);
   ~Snapshot();
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
@@ -46,8 +44,9 @@ class Snapshot {
   // chunk.
   void replace_chunk(int64_t index, const void* bytes);
 
-  // Starts to write into a new file, once. It may be called before all sources are copied.
-  void write(const std::string& path, bool direct, ThreadSettings threads);
+  // Starts to write into a new file, once, past the page cache if `direct`. It may be called before all sources are
+  // copied.
+  void write(const std::string& path, bool direct = true);
   // Returns true once the file's contents are durable, and false if that takes longer. Throws FileError.
   bool wait_written(double timeout_s) const;
 

@@ -23,19 +23,19 @@ void lower_priority(int nice) {
 
 }  // namespace
 
-int start_threads(const char* name, ThreadSettings settings, const std::function<void()>& work) {
-  for (int i = 0; i < settings.count; ++i) {
+int start_threads(const char* name, int count, int nice, const std::function<void()>& work) {
+  for (int i = 0; i < count; ++i) {
     try {
       std::thread([=] {
         ::pthread_setname_np(::pthread_self(), name);
-        lower_priority(settings.nice);
+        lower_priority(nice);
         work();
       }).detach();
     } catch (const std::system_error&) {
       return i;
     }
   }
-  return settings.count;
+  return count;
 }
 
 }  // namespace drivetrain::checkpointing

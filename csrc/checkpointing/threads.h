@@ -5,12 +5,7 @@
 
 namespace drivetrain::checkpointing {
 
-struct ThreadSettings {
-  int count;
-  int nice;  // added to the niceness of the calling thread
-};
-
-// Starts detached threads that run the work, and returns how many the system had.
-int start_threads(const char* name, ThreadSettings settings, const std::function<void()>& work);
+// Starts detached threads that run the work, and returns how many the system had. `nice` is added to the niceness.
+int start_threads(const char* name, int count, int nice, const std::function<void()>& work);
 
 }  // namespace drivetrain::checkpointing

@@ -420,7 +420,7 @@ def test_copying_threads_need_no_gil() -> None:
     """A thread that asks for the GIL while Python shuts down aborts the process."""
     sleep = ctypes.PyDLL(None).usleep  # a PyDLL keeps the GIL
     tensors = [torch.randn(1000) for _ in range(200)]
-    snapshot = _C.Snapshot(_C.Slab(), bytes(4096), tensors, num_threads=2, nice=0)
+    snapshot = _C.Snapshot(_C.Slab(), bytes(4096), tensors)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # this thread then keeps the GIL between the sleeps as well
     try:

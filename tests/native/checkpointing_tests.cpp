@@ -137,8 +137,8 @@ void test_round_trip(const std::string& folder, bool direct) {
     }
     std::vector<uint32_t> checksums;
     {
-      Snapshot snapshot(*slab, header, std::move(sources), {3, 1});
-      snapshot.write(path, direct, {2, 1});
+      Snapshot snapshot(*slab, header, std::move(sources));
+      snapshot.write(path, direct);
       expect(snapshot.wait_copied(kLimitS), "a snapshot is copied");
       expect(snapshot.copy_seconds() >= 0, "a snapshot knows how long it was copied");
       for (const auto& tensor : tensors) expect(tensor.use_count() == 1, "a copied tensor is released");
@@ -183,17 +183,17 @@ void test_failures(const std::string& folder) {
   const std::string header(kBlockBytes, ' ');
   const auto tensor = std::make_shared<std::vector<unsigned char>>(drawn_bytes(1 << 20, 7));
   {
-    Snapshot snapshot(*slab, header, {source_of(tensor)}, {1, 0});
+    Snapshot snapshot(*slab, header, {source_of(tensor)});
     int code = 0;
     try {
-      snapshot.write(folder + "/absent/file", true, {1, 0});
+      snapshot.write(folder + "/absent/file");
     } catch (const FileError& error) {
       code = error.code();
     }
     expect(code == ENOENT, "a file in an absent folder is an error");
     bool is_refused = false;
     try {
-      Snapshot(*slab, header, {source_of(tensor)}, {1, 0});
+      Snapshot(*slab, header, {source_of(tensor)});
     } catch (const EnvironmentError&) {
       is_refused = true;
     }

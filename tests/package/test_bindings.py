@@ -73,7 +73,7 @@ def makers(comm: _C.Comm) -> dict[str, Callable[[], object]]:
         "RankRanges": lambda: _C.RankRanges([(0, 4, [0])]),
         "Reducer": lambda: make_reducer(model, comm),
         "Slab": _C.Slab,
-        "Snapshot": lambda: _C.Snapshot(_C.Slab(), bytes(4096), [torch.zeros(2)], num_threads=1, nice=0),
+        "Snapshot": lambda: _C.Snapshot(_C.Slab(), bytes(4096), [torch.zeros(2)]),
         "StepOptions": lambda: _C.StepOptions(grad_scale=2.0),
         "StepReader": _C.StepReader,
         "TraceReader": read_trace,

@@ -28,12 +28,11 @@ from .identity import Origin
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
 from .manifest import Manifest, RankFiles, Record, hexadecimal, seal
 from .reading import manifests
-from .save import NICE, Save
+from .save import Save
 
 _logger = logging.getLogger("drivetrain")
 _VISIBLE_S = 30.0  # a network file system may show a new name late
 _READ_S = 5.0  # ranks look for the end of a save every 50 ms
-_WRITE_THREADS = 2
 
 _ADVICE = {
     errno.ENOSPC: "Free space or lower `keep`.",
@@ -142,7 +141,7 @@ class Writer:
         assert snapshot is not None
         name, record_name = (part_name(self.rank, self.world_size, suffix) for suffix in ("safetensors", "json"))
         cipher = None if self.encryption is None else self.encryption.new_cipher(name)
-        snapshot.write(os.fspath(folder / name), True, _WRITE_THREADS, NICE)
+        snapshot.write(os.fspath(folder / name))
         save._key_id = None if cipher is None else cipher.protection.key_id
         tags = [] if cipher is None else self._encrypt(snapshot, cipher, checkpoint)
         if not snapshot.wait_written(self.timeout_s):

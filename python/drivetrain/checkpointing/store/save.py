@@ -16,15 +16,14 @@ from .manifest import JSON
 from .reading import Checkpoint
 
 LONGEST_WAIT_S = 600.0
-NICE = 10  # added to the niceness of the threads that copy and write
 _RELEASE_S = 5.0  # a write that takes longer keeps the memory, and the next save says so
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a new safetensors file and waits until its contents are durable."""
     header, ordered = encode_header(tensors)
-    snapshot = Snapshot(Slab(), header, ordered, 1, NICE)
-    snapshot.write(str(path), True, 1, NICE)
+    snapshot = Snapshot(Slab(), header, ordered)
+    snapshot.write(str(path))
     if not snapshot.wait_written(LONGEST_WAIT_S):
         raise CheckpointError(f"{path} was not written within {LONGEST_WAIT_S:g} s: the disk is slow. Check it.")
 
@@ -125,7 +124,7 @@ class Save:
 
     def _begin_copy(self, slab: Slab) -> None:
         try:
-            self._snapshot = Snapshot(slab, self._header, self._tensors, 1, NICE, replaces_chunks=self._is_encrypted)
+            self._snapshot = Snapshot(slab, self._header, self._tensors, replaces_chunks=self._is_encrypted)
         except (MemoryError, OSError, RuntimeError) as error:
             self._error = error
         self._tensors = []  # the snapshot keeps each tensor until it is copied

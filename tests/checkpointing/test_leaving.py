@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.preemption import leaving
-from drivetrain.checkpointing.preemption.leaving import named_wait
+from drivetrain.checkpointing.preemption import agreement
+from drivetrain.checkpointing.preemption.agreement import named_wait
 from polling import wait_until
 from resumed_training import newest
 
@@ -130,9 +130,9 @@ def _call_on_one_rank(folder: str, call: str) -> list[str]:
             if is_first:
                 told.touch()
 
-    handler, usual = Recorder(), leaving._NAMED_AFTER_S
+    handler, usual = Recorder(), agreement._NAMED_AFTER_S
     logging.getLogger("drivetrain").addHandler(handler)
-    leaving._NAMED_AFTER_S = 0.2
+    agreement._NAMED_AFTER_S = 0.2
     try:
         with Checkpointer(Path(folder) / "run", model=nn.Linear(1, 1), every=None) as ckpt:
             if not is_first:
@@ -143,7 +143,7 @@ def _call_on_one_rank(folder: str, call: str) -> list[str]:
             else:
                 ckpt.save()
     finally:
-        leaving._NAMED_AFTER_S = usual
+        agreement._NAMED_AFTER_S = usual
         logging.getLogger("drivetrain").removeHandler(handler)
     return records
 
@@ -155,6 +155,6 @@ def test_a_call_on_one_rank_alone_is_named(call: str, on_ranks: Any, tmp_path: P
 
 
 def test_waits_are_named_within_half_a_minute() -> None:
-    assert leaving._NAMED_AFTER_S <= 25
+    assert agreement._NAMED_AFTER_S <= 25
     with named_wait(lambda: pytest.fail("a short wait was named"), print, 60.0):
         pass

@@ -18,11 +18,10 @@ from torch import nn
 from .. import phases
 from ..ddp.accumulate import Window
 from . import survivors
-from .preemption.agreement import Flags, Ranks
+from .preemption.agreement import Flags, Ranks, named_wait
 from .preemption.cloud import Source
 from .preemption.interval import Interval, seconds_of
-from .preemption.leaving import named_wait, say_how_to_continue
-from .preemption.notices import Notices, Preempted
+from .preemption.notices import Notices, Preempted, say_how_to_continue
 from .restore import differing_config, load_newest, of_another_run, warn_of_differences
 from .saver import Saver
 from .state import environment

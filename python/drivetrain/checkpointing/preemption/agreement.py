@@ -2,16 +2,17 @@
 
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .leaving import named_wait
-
 _logger = logging.getLogger("drivetrain")
+_NAMED_AFTER_S = 20.0  # a wait for another rank, so that a script that hangs shows why within half a minute
 
 
 class Flags(NamedTuple):
@@ -121,3 +122,20 @@ class Ranks:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+@contextmanager
+def named_wait(describe: Callable[[], str | None], log: Callable[[str], None], limit: float) -> Iterator[None]:
+    """Logs what the block waits for, if it takes long and `describe` returns a text then. It waits `limit` seconds."""
+
+    def name() -> None:
+        if (text := describe()) is not None:
+            log(text)
+
+    timer = threading.Timer(min(_NAMED_AFTER_S, limit / 2), name)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

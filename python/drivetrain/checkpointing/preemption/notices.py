@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -100,3 +101,15 @@ class Notices:
         original = self._originals[number]
         signal.signal(number, signal.SIG_DFL if original is None else original)
         os.kill(os.getpid(), number)
+
+
+def say_how_to_continue(reason: str | None, steps: int, directory: Path) -> None:
+    """Writes on stderr why the process ends, how far the run is, and how to continue."""
+    reason = reason or "another rank has it"
+    file = reason.removeprefix("the file ").removesuffix(" exists")
+    start = "Start" if file == reason else f"Delete {file}, then start"
+    saved = f"Step {steps} is saved in {directory}" if steps else "No step was made"
+    sys.stderr.write(
+        f"drivetrain ends this process on a notice: {reason}. {saved}. {start} the script again to continue.\n"
+    )
+    sys.stderr.flush()

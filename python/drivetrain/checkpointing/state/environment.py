@@ -1,8 +1,6 @@
 """Describes what the bits of a training depend on besides its state, and names what differs after a restart."""
 
 import enum
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -16,13 +14,13 @@ from .shards import JSON
 
 
 def describe(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSON]:
-    """Returns the user's configuration, the environment, and a hash of both, as JSON."""
+    """Returns the user's configuration and the environment as JSON."""
     encoder = Encoder(lambda _: False, "")
     encoded = encoder.encode(_plain(dict(config or {})), "config")
     if encoder.tensors:
         raise TypeError(f"{next(iter(encoder.tensors))} is a tensor, expected numbers, text and containers of them")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
-    values = {
+    return {
         "config": encoded,
         "environment": {
             "world_size": world_size,
@@ -35,8 +33,6 @@ def describe(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSO
             "DRIVETRAIN_ISA": os.environ.get("DRIVETRAIN_ISA", ""),
         },
     }
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    return {**values, "config_hash": digest}
 
 
 def _plain(value: Any) -> Any:
@@ -54,8 +50,6 @@ def _plain(value: Any) -> Any:
 
 def differences(saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
     """Returns a text per entry that differs between two results of `describe`, such as "config.lr: 0.1, was 0.2"."""
-    if saved["config_hash"] == now["config_hash"]:
-        return []
     found = []
     for part in ("config", "environment"):
         for name in sorted(saved[part].keys() | now[part].keys()):

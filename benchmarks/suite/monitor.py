@@ -85,18 +85,16 @@ def _alternate_steps(training: Training, folder: Path) -> tuple[list[float], lis
     watched: list[float] = []
     to = [f"jsonl:{folder}/alternate.jsonl"]
     with Monitor(training.model, training.optimizer, to=to, progress=False, flops=None) as monitor:
-        hooks = monitor._hooks
-        assert hooks is not None
         batches = {True: training.batches(_PAIRS), False: iter(monitor(training.batches(_PAIRS)))}
         for index in range(2 * _PAIRS):
             is_bare = index % 4 in (0, 3)
             if is_bare:
-                hooks.detach()
+                monitor._hooks.close()
             begin = time.perf_counter()
             training.step(next(batches[is_bare]))
             (bare if is_bare else watched).append(time.perf_counter() - begin)
             if is_bare:
-                hooks.attach()
+                monitor._attach()
     return bare, watched
 
 

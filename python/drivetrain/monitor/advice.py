@@ -29,15 +29,7 @@ class Setup:
 
 
 def advise(summary: Summary, setup: Setup) -> dict[str, str]:
-    """Returns a sentence for every phase above its share.
-
-    Args:
-        summary: Steps of one rank.
-        setup: Facts about the run.
-
-    Returns:
-        Sentences by phase; empty before 20 steps count.
-    """
+    """Returns a sentence by phase for every phase above its share; none before 20 steps of this rank count."""
     if summary.num_steps < _MIN_STEPS:
         return {}
     above = {phase: summary.share(phase) for phase, limit in _SHARES.items() if summary.share(phase) > limit}

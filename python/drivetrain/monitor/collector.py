@@ -36,13 +36,7 @@ _logger = logging.getLogger("drivetrain")
 
 
 def is_filling(num_steps: int, num_records: int, seconds: float) -> bool:
-    """Returns whether the ring fills so fast that it must be read often.
-
-    Args:
-        num_steps: Steps that have ended in the time.
-        num_records: Records that were written in it, also outside of steps.
-        seconds: The time.
-    """
+    """Returns whether steps end, or records are written also outside of steps, so fast that the ring may fill up."""
     return num_steps > _BUSY_STEPS_PER_S * seconds or num_records > _BUSY_RECORDS_PER_S * seconds
 
 
@@ -50,16 +44,9 @@ class Collector:
     """Turns accounts of steps into events, in a thread that the training does not wait for.
 
     Args:
-        reader: The trace.
-        stream: The sinks.
-        rank: This rank.
         samples_of: Takes the number of a step and returns its samples.
-        rates_of: Takes samples and seconds of a step and returns "mfu", "hfu" and "counted_flops".
-        setup: Returns facts for advice.
+        rates_of: Takes number, samples and seconds of a step and returns "mfu", "hfu" and "counted_flops".
         place: Returns the position in the epoch, for the progress line.
-        device: The device of the training.
-        hangs: Watches the training thread.
-        progress: The progress line; None shows none.
     """
 
     def __init__(

@@ -99,12 +99,7 @@ def obstacle_to_counting(model: nn.Module) -> str | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the peak FLOP/s of a device for dense matrix products; None if it is not known.
-
-    Args:
-        device: A CUDA device, or another one, whose peak is not known.
-        dtype: The dtype of the products.
-    """
+    """Returns the peak FLOP/s of a CUDA device for dense products of a dtype; None where it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

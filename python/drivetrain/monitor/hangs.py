@@ -39,13 +39,9 @@ class Hang:
 
 
 class HangWatch:
-    """Watches the training thread of this rank.
+    """Watches the training thread of this rank, and reports a phase that does not end within `limit_s`; 0: none.
 
-    Args:
-        rank: This rank.
-        thread: Identifier of the training thread.
-        limit_s: Seconds after which a phase that does not end is reported; 0 reports none.
-        is_in_step: Returns True between the first batch and the end of a step, where loops tell this.
+    `is_in_step` returns True between the first batch and the end of a step, where loops tell this.
     """
 
     def __init__(self, rank: int, thread: int, limit_s: float, is_in_step: Callable[[], bool]) -> None:
@@ -54,12 +50,7 @@ class HangWatch:
         self._next_s = limit_s
 
     def report(self, standing: _C.TraceStanding, step: int) -> Hang | None:
-        """Returns the hang, if it is time to report one: at the limit, and each time that the wait has doubled.
-
-        Args:
-            standing: The standing of the trace, after its records were read.
-            step: Number of the step that is in progress.
-        """
+        """Returns the hang, if it is time to report one: at the limit, and each time that the wait has doubled."""
         phase = PHASES[standing.phase]
         if self._limit_s <= 0 or standing.since_ns == 0 or (phase == "host" and not self._is_in_step()):
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,69 +19,56 @@ _DATA, _FORWARD = number_of("data"), number_of("forward")
 _BACKWARD, _OPTIMIZER = number_of("backward"), number_of("optimizer")
 
 
-class Hooks:
-    """Marks the phases of one model and its optimizers while it is attached.
+def attach(
+    model: nn.Module | None,
+    optimizers: Sequence[torch.optim.Optimizer] | None,
+    on_optimizer_step: Callable[[torch.optim.Optimizer], None],
+) -> ExitStack:
+    """Marks the calls of a model, steps of optimizers, and backward passes, until the result is closed.
+
+    None marks no model's calls, and every optimizer's steps. `on_optimizer_step` is called after each of them.
 
     `torch.autograd.backward`, which `Tensor.backward` calls, is replaced by a function that marks its beginning and end
     and passes all arguments on. Results do not change. Calls of `torch.autograd.grad`, and code that imported the
     function itself before, are not marked.
-
-    Args:
-        model: Its calls are the forward passes; None marks none.
-        optimizers: Their `step` calls are marked; None marks every optimizer's.
-        on_optimizer_step: Called with the optimizer after each `step`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        optimizers: Sequence[torch.optim.Optimizer] | None,
-        on_optimizer_step: Callable[[torch.optim.Optimizer], None],
-    ) -> None:
-        self._model = model
-        self._optimizers = optimizers
-        self._on_optimizer_step = on_optimizer_step
-        self._handles: list[Any] = []
-        self._plain_backward: Any = None
-        self._marked_backward: Any = None
-
-    def attach(self) -> None:
-        """Registers all hooks."""
-        if self._model is not None:
-            self._handles += [
-                self._model.register_forward_pre_hook(lambda *_: _C.trace_begin(_FORWARD)),
-                # always_call: the phase must end if forward raises.
-                self._model.register_forward_hook(lambda *_: _C.trace_end(_FORWARD), always_call=True),
-            ]
-        registers = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
-        if self._optimizers is not None:
-            registers = [(one.register_step_pre_hook, one.register_step_post_hook) for one in self._optimizers]
-        for before, after in registers:
-            self._handles += [before(lambda *_: _C.trace_begin(_OPTIMIZER)), after(self._end_optimizer)]
-        plain = torch.autograd.backward
-
-        @functools.wraps(plain)
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            _C.trace_begin(_BACKWARD)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                _C.trace_end(_BACKWARD)
-
-        self._plain_backward, self._marked_backward = plain, backward
-        torch.autograd.backward = backward
-
-    def detach(self) -> None:
-        """Removes all hooks. It leaves a `torch.autograd.backward` that other code has replaced since."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._marked_backward is not None and torch.autograd.backward is self._marked_backward:
-            torch.autograd.backward = self._plain_backward
-
-    def _end_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def end_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _C.trace_end(_OPTIMIZER)
-        self._on_optimizer_step(optimizer)
+        on_optimizer_step(optimizer)
+
+    handles: list[Any] = []
+    if model is not None:
+        handles += [
+            model.register_forward_pre_hook(lambda *_: _C.trace_begin(_FORWARD)),
+            # always_call: the phase must end if forward raises.
+            model.register_forward_hook(lambda *_: _C.trace_end(_FORWARD), always_call=True),
+        ]
+    registers = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
+    if optimizers is not None:
+        registers = [(one.register_step_pre_hook, one.register_step_post_hook) for one in optimizers]
+    for before, after in registers:
+        handles += [before(lambda *_: _C.trace_begin(_OPTIMIZER)), after(end_optimizer)]
+    plain = torch.autograd.backward
+
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        _C.trace_begin(_BACKWARD)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _C.trace_end(_BACKWARD)
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+        if torch.autograd.backward is backward:  # other code may have replaced it since
+            torch.autograd.backward = plain
+
+    torch.autograd.backward = backward
+    stack = ExitStack()
+    stack.callback(detach)
+    return stack
 
 
 class Batches:
@@ -174,13 +162,7 @@ def replace_iterations(
     """Lets each `iter(loader)` go through `marked`, also in code that holds the loader already.
 
     The object gets a subclass of its class, because Python looks `__iter__` up there. `isinstance` holds as before.
-
-    Args:
-        loader: A loader whose class is a Python class.
-        marked: Takes what makes the loader's own iterator, and returns the iterable to use.
-
-    Returns:
-        A function that gives the loader its own class again.
+    `marked` takes what makes the loader's own iterator. The result gives the loader its own class again.
     """
     own = type(loader)
 
@@ -202,8 +184,7 @@ def replace_iterations(
 def first_dimension(batch: Any) -> int:
     """Returns the size of the first dimension of the first tensor in a batch; 0 if there is none.
 
-    Args:
-        batch: A tensor, or tensors in nested lists, tuples, mappings and objects like transformers' BatchEncoding.
+    A batch may nest lists, tuples, mappings and objects like transformers' BatchEncoding.
     """
     if isinstance(batch, torch.Tensor):
         shape = batch.shape

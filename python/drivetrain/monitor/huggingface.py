@@ -44,12 +44,12 @@ class MonitorCallback(TrainerMonitorCallback, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leaves out an evaluation that follows."""
         if control.should_evaluate and self.monitor is not None:
-            self.monitor.pause()
+            self.monitor._end_batches()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ends the last step of the epoch."""
         if self.monitor is not None:
-            self.monitor.pause()
+            self.monitor._end_batches()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ends, and shows the table on rank 0."""

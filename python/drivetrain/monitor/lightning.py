@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise ImportError("drivetrain.monitor.lightning needs Lightning: pip install lightning") from error
 
-_FORWARD = number_of("forward")
+_DATA, _FORWARD = number_of("data"), number_of("forward")
 _FETCH = ".train_dataloader_next"  # ends the name that Lightning's profilers get for the wait for a batch
 
 
@@ -44,17 +44,17 @@ class MonitorCallback(TrainerMonitorCallback, Callback):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Counts the batch."""
         if self.monitor is not None:
-            self.monitor.take(batch)
+            self.monitor._take_batch(batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves out the validation."""
-        if self.monitor is not None and not trainer.sanity_checking:
-            self.monitor.pause_if_over()
+        if self.monitor is not None and not trainer.sanity_checking and self.monitor._is_step_over():
+            self.monitor._end_batches()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the last step of the epoch."""
         if self.monitor is not None:
-            self.monitor.pause()
+            self.monitor._end_batches()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends, and shows the table on rank 0."""
@@ -78,7 +78,8 @@ def _watch(profiler: Any, monitor: TrainerMonitor) -> Callable[[], None]:
 
     def marked_start(action: str) -> None:
         if action.endswith(_FETCH):
-            monitor.begin_wait()
+            monitor._before_batch()
+            _C.trace_begin(_DATA)
         elif _is_forward(action):
             _C.trace_begin(_FORWARD)
         start(action)
@@ -86,7 +87,7 @@ def _watch(profiler: Any, monitor: TrainerMonitor) -> Callable[[], None]:
     def marked_stop(action: str) -> None:
         stop(action)
         if action.endswith(_FETCH):
-            monitor.end_wait()
+            _C.trace_end(_DATA)
         elif _is_forward(action):
             _C.trace_end(_FORWARD)
 

@@ -8,6 +8,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, cast
 
@@ -21,14 +22,13 @@ from .advice import Setup
 from .collector import OUTSIDE, Collector
 from .flops import FlopCount, obstacle_to_counting, peak_flops
 from .hangs import LIMIT_S, Hang, HangWatch, print_stacks_on_request
-from .hooks import Batches, Hooks, first_dimension
+from .hooks import Batches, attach, first_dimension
 from .progress import Progress
 from .sinks import make_sinks
 from .stragglers import Straggler
 from .stream import Sink, Stream, event
 from .summary import Summary
 
-_NO_RATES: dict[str, float | None] = {"mfu": None, "hfu": None}
 _COUNTED_STEP = 2  # the first step also builds buckets and optimizer states
 
 
@@ -109,7 +109,7 @@ class Monitor:
         self._sinks = make_sinks(to, self._rank)
         self._shows_progress = progress and self._rank == 0
         self._progress: Progress | None = None
-        self._hooks: Hooks | None = None
+        self._hooks = ExitStack()
         self._reader: _C.TraceReader | None = None
         self._stream: Stream | None = None
         self._collector: Collector | None = None
@@ -149,8 +149,7 @@ class Monitor:
                 progress=self._progress,
             )
             self._stream.send(self._run_event())
-            self._hooks = Hooks(self._model, self._optimizers, self._end_optimizer_step)
-            self._hooks.attach()
+            self._attach()
             print_stacks_on_request()
             _C.trace_step(OUTSIDE)
             self._collector.start()
@@ -163,14 +162,13 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._hooks is not None
         assert self._reader is not None
         assert self._stream is not None
         assert self._collector is not None
         self._is_active = False
         if self._is_counting:
             self._end_counting()
-        self._hooks.detach()
+        self._hooks.close()
         self._reader.stop()
         self._collector.stop()
         summary = self._collector.summary
@@ -292,6 +290,10 @@ class Monitor:
             self._counting.__enter__()  # type: ignore[no-untyped-call]
             self._is_counting = True
 
+    def _attach(self) -> None:
+        """Marks the model's calls, backward passes and optimizer steps, until `_hooks` is closed."""
+        self._hooks = attach(self._model, self._optimizers, self._end_optimizer_step)
+
     def _follow(self, device: torch.device) -> None:
         """Takes the times of that device from now on."""
         assert self._reader is not None
@@ -334,16 +336,16 @@ class Monitor:
             self._flops_per_sample = (model / self._num_samples, total / self._num_samples)
 
     def _rates(self, step: int, samples: int, seconds: float) -> dict[str, float | None]:
+        rates: dict[str, float | None] = {"mfu": None, "hfu": None}
         if self._flops is None:
-            return dict(_NO_RATES)
+            return rates
         dtype = self._counting.dtype if self._counting is not None else torch.get_default_dtype()
         peak = self._peak_flops or peak_flops(self._device, dtype)
-        rates = dict(_NO_RATES)
-        if self._flops == "auto" and step == _COUNTED_STEP and self._counting is not None:
-            rates["counted_flops"] = True
         per_sample = self._flops_per_sample
         if isinstance(self._flops, int | float):
             per_sample = (float(self._flops), 0.0)
+        elif step == _COUNTED_STEP and self._counting is not None:
+            rates["counted_flops"] = True
         if peak and per_sample and samples and seconds:
             rates["mfu"] = per_sample[0] * samples / seconds / peak
             if per_sample[1]:

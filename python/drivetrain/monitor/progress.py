@@ -23,9 +23,7 @@ _BAR_WIDTH = 12  # characters
 class Progress:
     """Shows one line: a bar where the loader has a length, the step, its time, the rate and the largest phases.
 
-    Args:
-        kind: "live", "lines" or "notebook"; None finds out where the output goes.
-        file: The output of lines; None is stderr.
+    `kind` is "live", "lines" or "notebook"; None finds out where the output goes.
     """
 
     def __init__(self, kind: str | None = None, file: TextIO | None = None) -> None:
@@ -40,12 +38,7 @@ class Progress:
         self._cell: _WidgetCell | None = None
 
     def take(self, event: Event, place: tuple[int, int]) -> None:
-        """Takes the event of a step.
-
-        Args:
-            event: The event.
-            place: Number of the batch in its epoch and number of batches, 0 if it is not known.
-        """
+        """Takes the event of a step, the number of its batch in the epoch, and the number of batches; 0: not known."""
         self._last, self._place = event, place
         for name, value in {"wall": event["wall_s"], "samples": event["samples"], **event["phases"]}.items():
             mean = self._means.get(name, value)

@@ -51,11 +51,7 @@ def own_time(phases: Mapping[str, float]) -> float:
 
 
 def profile_of(steps: Sequence[Mapping[str, float]]) -> Profile | None:
-    """Returns the medians of a rank's last `WINDOW` steps; None with fewer steps.
-
-    Args:
-        steps: Seconds by phase of every step.
-    """
+    """Returns the medians of a rank's last `WINDOW` steps, given by their seconds by phase; None with fewer."""
     if len(steps) < WINDOW:
         return None
     window = steps[-WINDOW:]
@@ -71,14 +67,9 @@ def profile_of(steps: Sequence[Mapping[str, float]]) -> Profile | None:
 def find_straggler(profiles: Mapping[int, Profile]) -> Straggler | None:
     """Compares the ranks' last steps.
 
-    A rank's own time leaves out exposed communication, because a fast rank waits there for the slow one. A rank is
-    named if its median exceeds the median of the others' by 3 %, and by six standard errors of both medians.
-
-    Args:
-        profiles: The profiles of every rank. Ranks need not have the same steps.
-
-    Returns:
-        The slowest such rank, or None. Also None with fewer than two ranks.
+    A rank's own time leaves out exposed communication, because a fast rank waits there for the slow one. The slowest
+    rank is named if its median exceeds the median of the others' by 3 %, and by six standard errors of both medians.
+    Ranks need not have the same steps.
     """
     if len(profiles) < 2:
         return None
@@ -108,9 +99,6 @@ class Exchange:
     """Publishes this rank's steps; on rank 0, compares the ranks' steps.
 
     No call waits longer than `_PERIOD_S`. After the store has failed, as at the end of a job, nothing is exchanged.
-
-    Args:
-        group: The process group.
 
     Attributes:
         has_compared: True on rank 0 once all ranks have published enough steps.

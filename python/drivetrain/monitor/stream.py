@@ -24,26 +24,15 @@ VERSION = 2  # grows when a field changes its meaning or goes; readers must igno
 
 
 def event(kind: str, rank: int, step: int, **fields: Any) -> Event:
-    """Returns an event with the fields that all events have.
+    """Returns an event with the fields that all events have, and with the fields of its kind.
 
-    Args:
-        kind: "run", "step", "system", "advice", "straggler", "hang" or "end".
-        rank: Rank that the event comes from.
-        step: Number of the last step that has ended, from 1; 0 before the first.
-        **fields: The fields of this kind.
+    `step` is the number of the last step that has ended, from 1; 0 before the first.
     """
     return {"v": VERSION, "type": kind, "time": time.time(), "rank": rank, "step": step, **fields}
 
 
 def step_event(account: _C.StepAccount, rank: int, samples: int, rates: Mapping[str, float | None]) -> Event:
-    """Returns the event of a step.
-
-    Args:
-        account: Its times.
-        rank: This rank.
-        samples: Samples of this rank in the step.
-        rates: "mfu" and "hfu", where they are known.
-    """
+    """Returns the event of a step with its samples on this rank, and with "mfu" and "hfu", where they are known."""
     # A division rounds to the number that prints with nine decimals; a product with 1e-9 prints with up to 17 digits.
     wall_s = account.wall_ns / 1e9
     return event(
@@ -116,11 +105,7 @@ class _Lane:
             self._has_news.set()
 
     def close(self, begin: float) -> None:
-        """Waits until the sink has taken all queued events. Events left after its limit count as dropped.
-
-        Args:
-            begin: When the closing of all sinks began, by the monotonic clock.
-        """
+        """Waits until the sink has taken all queued events. Events left at its limit, from `begin` on, are dropped."""
         self._is_closing = True
         self._has_news.set()
         self._thread.join(max(begin + self.sink.close_s - time.monotonic(), 0.0))
@@ -176,12 +161,7 @@ class _Lane:
 
 
 class Stream:
-    """Hands every event to all sinks without waiting for any.
-
-    Args:
-        sinks: The sinks, opened in their threads.
-        capacity: Events that a sink may be behind before further ones are dropped.
-    """
+    """Hands every event to all sinks without waiting for any. One that is `capacity` events behind drops some."""
 
     def __init__(self, sinks: Sequence[Sink], capacity: int = CAPACITY) -> None:
         self._lanes = [_Lane(sink, capacity) for sink in sinks]

@@ -16,9 +16,6 @@ def system_values(device: torch.device) -> dict[str, float]:
     """Returns load and memory of this process's host, and memory, percent and watts of the GPU that trains.
 
     Without pynvml, the GPU's percent and watts are left out.
-
-    Args:
-        device: The device that trains.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     values: dict[str, float] = {

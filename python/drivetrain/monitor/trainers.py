@@ -5,19 +5,17 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .. import _C
-from ..phases import number_of
 from .hooks import replace_iterations
 from .monitor import Monitor
 from .progress import Progress
 from .stream import Sink
 from .summary import Summary
 
-_DATA = number_of("data")
 _OWN = ("model", "optimizer", "loader")
 
 
@@ -29,7 +27,7 @@ class TrainerMonitor(Monitor):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._restores: list[Callable[[], None]] = []
+        self._undo = ExitStack()  # of all that was replaced
         self._process = 0  # in which it runs; 0: it does not
         self._error: BaseException | None = None
 
@@ -50,8 +48,7 @@ class TrainerMonitor(Monitor):
             return
         self._process = 0
         atexit.unregister(self.finish)
-        for restore in self._restores:
-            restore()
+        self._undo.close()
         if self._num_batches:
             self._end_batches()
         self.__exit__(type(self._error) if self._error is not None else None, self._error, None)
@@ -62,29 +59,7 @@ class TrainerMonitor(Monitor):
 
     def call_at_end(self, restore: Callable[[], None]) -> None:
         """Calls a function when the monitor ends, which undoes what a callback has replaced."""
-        self._restores.append(restore)
-
-    def begin_wait(self) -> None:
-        """Ends the step if it is over, and begins the wait for a batch."""
-        self._before_batch()
-        _C.trace_begin(_DATA)
-
-    def end_wait(self) -> None:
-        """Ends the wait for a batch."""
-        _C.trace_end(_DATA)
-
-    def take(self, batch: Any) -> None:
-        """Counts a batch as part of the step."""
-        self._take_batch(batch)
-
-    def pause(self) -> None:
-        """Ends the last step. Work before the next wait, such as an evaluation, belongs to no step."""
-        self._end_batches()
-
-    def pause_if_over(self) -> None:
-        """Does the work of `pause`, unless the step needs further batches."""
-        if self._is_step_over():
-            self.pause()
+        self._undo.callback(restore)
 
 
 class TrainerMonitorCallback:

@@ -15,11 +15,7 @@ def make_sinks(to: Sequence[str | Sink], rank: int) -> list[Sink]:
     """Builds the sinks of this rank.
 
     Every rank writes its own JSONL, rank N > 0 to FILE with ".rankN" before its suffix, and serves its own metrics.
-    TensorBoard gets rank 0's events alone.
-
-    Args:
-        to: Strings, or `Sink` objects, which every rank uses as they are.
-        rank: This process's rank.
+    TensorBoard gets rank 0's events alone. `Sink` objects are used as they are, by every rank.
 
     Raises:
         TypeError: `to` is no list, or an element is no string and no `Sink`.

@@ -4,15 +4,9 @@ import importlib.util
 
 
 def require(package: str, user: str, module: str = "") -> None:
-    """Checks that a package can be imported, without importing it.
+    """Raises ImportError, with what `user` needs, unless a package of pip can be imported. Does not import it.
 
-    Args:
-        package: The name for pip.
-        user: The feature that needs it, for the message.
-        module: The name to import, where it differs from the package's.
-
-    Raises:
-        ImportError: It is missing. The message says how to install it.
+    `module` is the name to import, where it differs from the package's.
     """
     try:
         is_there = importlib.util.find_spec(module or package) is not None

@@ -56,12 +56,7 @@ def calibrate(trace: StepTrace, device: Device, seconds: float = 30.0, cache: Pa
     """Measures the operations of a trace in the order of the step.
 
     If the step does not fit the free memory or the time, the measured figures of the machine predict its operations.
-
-    Args:
-        trace: The steps.
-        device: The table's device of kind "cpu".
-        seconds: The most time that this takes, besides some seconds for the first plan of a machine.
-        cache: A file that keeps measurements for later plans; None: nothing is kept.
+    The first plan of a machine takes some seconds more. `cache` keeps measurements for later plans.
 
     Raises:
         ValueError: The device is not a CPU.

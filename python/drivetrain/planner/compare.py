@@ -30,13 +30,6 @@ def compare(plan: Plan, path: str | os.PathLike[str]) -> list[Difference]:
     On a GPU, the record has the peak of allocated memory. On the CPU it has the resident memory of the process. That is
     compared with the planned peak and the table's figure for Python and its libraries.
 
-    Args:
-        plan: The plan.
-        path: A JSONL file of the monitor.
-
-    Returns:
-        The differences in time and memory, as far as the record has them.
-
     Raises:
         OSError: The file cannot be read.
         ValueError: The file is no record, or has no complete step after the first ones.
@@ -45,9 +38,8 @@ def compare(plan: Plan, path: str | os.PathLike[str]) -> list[Difference]:
     summary = summarize(events)
     if not summary.num_steps:
         raise ValueError(f"{path} has no step to compare with: the first steps warm up")
-    count = (
-        plan.trace.recorded_steps
-    )  # of the monitor in one of the plan, which differ from each other if it is above 1
+    # The monitor's steps in one of the plan. They differ from each other if there are several.
+    count = plan.trace.recorded_steps
     measured_s = summary.median_step_s if count == 1 else count * summary.wall_s / summary.num_steps
     found = [Difference("step", "ms", 1e3 * plan.time.step_s, 1e3 * measured_s)]
     for phase, seconds in (

@@ -84,11 +84,7 @@ class Prices:
 
 
 def read_prices(prices: str | os.PathLike[str] | dict[str, Any], device: str) -> Prices:
-    """Reads the prices of a device.
-
-    Args:
-        prices: A TOML file, or its content; docs/plan.md shows one.
-        device: The key of the device.
+    """Reads the prices of a device, by its key, from a TOML file or its content; docs/plan.md shows one.
 
     Raises:
         OSError: The file cannot be read.
@@ -118,15 +114,7 @@ def price_run(
     checkpoint_bytes: int,
     run: Run,
 ) -> list[Price]:
-    """Prices a run under every tariff of a file.
-
-    Args:
-        prices: A TOML file, or its content, as for `read_prices`.
-        device: The key of the device.
-        num_devices: Number of devices.
-        step_s: Seconds of a step.
-        checkpoint_bytes: Bytes of a checkpoint.
-        run: The run.
+    """Prices a run under every tariff of what `read_prices` takes.
 
     Raises:
         OSError: The file cannot be read.
@@ -151,13 +139,8 @@ def with_interruptions(train_s: float, per_hour: float, interval_s: float, resta
     """Returns the expected seconds of a run that is interrupted at random.
 
     Interruptions are a Poisson process. An interval between checkpoints that is interrupted begins again after the
-    restart, so that it takes (exp(rate * interval) - 1) * (1 / rate + restart) on average.
-
-    Args:
-        train_s: Seconds without interruptions.
-        per_hour: Interruptions of the whole job per hour.
-        interval_s: Seconds between checkpoints.
-        restart_s: Seconds from an interruption to the first step after it.
+    restart, so that it takes (exp(rate * interval) - 1) * (1 / rate + restart) on average. The restart lasts from an
+    interruption to the first step after it.
     """
     if per_hour == 0:
         return train_s

@@ -91,11 +91,7 @@ def device_names(path: str | os.PathLike[str] | None = None) -> list[str]:
 
 
 def device_of(key: str, path: str | os.PathLike[str] | None = None) -> Device:
-    """Returns a device of the table.
-
-    Args:
-        key: Its key, in any case.
-        path: A TOML file with more devices, or other figures; None: the built-in table.
+    """Returns a device by its key, in any case, of the built-in table and of a file with more devices or other figures.
 
     Raises:
         ValueError: The table has no such device, or an entry is incomplete.

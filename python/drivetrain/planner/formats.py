@@ -22,11 +22,7 @@ def state_bytes(
 ) -> list[list[int]]:
     """Returns the bytes of each state of each parameter, in order; none for parameters that are not trained.
 
-    Args:
-        parameters: Parameters of the model.
-        optimizer: A class of drivetrain.optim.
-        state_bits: The format of states, as the class takes it.
-        master_bits: The format of master weights, as the class takes it. It applies to parameters of 16 bits.
+    The formats are as a class of drivetrain.optim takes them. `master_bits` applies to parameters of 16 bits.
 
     Raises:
         ValueError: drivetrain.optim has no such class, or a format does not exist.
@@ -63,12 +59,9 @@ def _bytes_for(
 
 
 def with_states(trace: StepTrace, sizes: list[list[int]], name: str) -> StepTrace:
-    """Returns the trace with other optimizer states.
+    """Returns the trace with optimizer states of other sizes, given by parameter, as a class of that name has them.
 
-    Args:
-        trace: The steps. Without optimizer states, they come at the end of the first step.
-        sizes: Bytes of each state, by parameter.
-        name: The optimizer's class.
+    In a trace without optimizer states, they come at the end of the first step.
     """
     trace = copy.copy(trace)
     trace.blocks = [copy.copy(block) for block in trace.blocks]

@@ -21,9 +21,6 @@ class KernelChoice(TorchFunctionMode):
     torch asks the device of the tensors, and traced tensors are not on the planned one. Attention becomes the fused
     kernel that torch's own rules choose, or the products and the softmax that it falls back to. Dropout on a GPU
     becomes the fused kernel, which keeps a mask of bytes.
-
-    Args:
-        device_kind: "cpu" or "cuda".
     """
 
     def __init__(self, device_kind: str) -> None:

@@ -23,12 +23,7 @@ def load_in_process(
 ) -> None:
     """Lets a class of loaders load in this process, as the one worker of a loader that has some.
 
-    Args:
-        put: Replaces an attribute.
-        loaders: DataLoader, or torchdata's.
-        iterators: The class of its iterators without workers.
-        period: Learns of the batches.
-        batch: The batch size of all loaders.
+    `put` replaces an attribute. `iterators` is the class of iterators without workers.
     """
     put(loaders, "__init__", taking_batch(loaders.__init__, batch))
     put(loaders, "_get_iterator", _iterator_of(loaders._get_iterator))

@@ -53,12 +53,7 @@ _LAUNCHER = {
 def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize, world_size: int) -> Iterator[None]:
     """Replaces devices, ranks, workers and the batch size of a script, and restores them.
 
-    Args:
-        tracer: Traces the script.
-        period: Learns of optimizers and batches.
-        device_kind: "cpu" or "cuda".
-        batch: The batch size.
-        world_size: Number of ranks that the script sees. With one, it has no variables of a launcher.
+    `period` learns of optimizers and batches. With one rank, the script has no variables of a launcher.
     """
     with contextlib.ExitStack() as stack:
 

@@ -76,14 +76,9 @@ def plan_memory(
     workspaces: Mapping[int, int] | None = None,
     recomputation: Recomputation | None = None,
 ) -> MemoryPlan:
-    """Replays the trace's steps.
+    """Replays the trace's steps under the allocator of the device's kind.
 
-    Args:
-        trace: The steps.
-        device: The device, whose kind chooses the allocator.
-        options: The settings of the run besides its step.
-        workspaces: The most bytes that an operation holds while it runs, results included, by signature.
-        recomputation: The recomputation of a budget of activations.
+    `workspaces` has the most bytes that an operation holds while it runs, results included, by signature.
     """
     is_cuda = device.kind == "cuda"
     allocator = CachingAllocator(expandable=options.expandable) if is_cuda else HostAllocator()

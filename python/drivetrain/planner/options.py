@@ -12,21 +12,7 @@ _ENGINES = ("drivetrain", "torch")
 
 @dataclass(frozen=True)
 class Options:
-    """The assumptions of a plan besides the step.
-
-    Attributes:
-        world_size: Number of ranks.
-        per_host: Ranks of a host.
-        ddp: "drivetrain" or "torch": whose DistributedDataParallel reduces gradients, with more than one rank.
-        bucket_mib: MiB of a bucket of gradients.
-        shard: None, "optimizer" (ZeRO-1: states are divided among ranks) or "gradients" (ZeRO-2: gradients as well).
-        accumulate: Micro-batches of a step.
-        budget: The most bytes of activations kept for backward; None: all of them.
-        state_bits: The format of optimizer states; None: as traced.
-        master_bits: The format of master weights; None: as traced.
-        release: Backward steps each parameter and frees its gradient (`step_in_backward`).
-        expandable: The allocator uses expandable segments.
-    """
+    """The assumptions of a plan besides the step, which `drivetrain.plan` describes. The budget is in bytes."""
 
     world_size: int = 1
     per_host: int = 8

@@ -25,10 +25,7 @@ class Overlay:
 
     A path is a file or folder of the overlay if it has been written, and one of the machine otherwise. Files are
     copied before they are changed in place or moved. All methods take absolute or relative paths, as `os` does, and
-    raise OSError as `os` does.
-
-    Args:
-        folder: An empty folder for what is written.
+    raise OSError as `os` does. The folder for what is written must be empty.
     """
 
     def __init__(self, folder: str) -> None:
@@ -50,10 +47,7 @@ class Overlay:
     def path(self, name: str, *, follows: bool = True, dir_fd: int | None = None) -> str:
         """Returns the absolute path of a name, in which no part is a symbolic link.
 
-        Args:
-            name: A path.
-            follows: False leaves a link in the last part.
-            dir_fd: An open folder to which a relative path belongs.
+        `follows=False` leaves a link in the last part. A relative path belongs to the open folder `dir_fd`.
         """
         base = os.getcwd() if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
         todo = self.seen(os.path.join(base, name)).split(os.sep)[::-1]

@@ -45,9 +45,6 @@ class Period:
     next. Without, it ends with the last optimizer step. A loop that repeats nothing within 8 steps, or 64 with several
     optimizers, is cut into iterations with a step of each optimizer that steps. Optimizers whose first steps take other
     memory get more steps before.
-
-    Args:
-        trace: The trace of the script, which grows.
     """
 
     def __init__(self, trace: StepTrace) -> None:

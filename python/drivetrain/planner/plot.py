@@ -17,11 +17,7 @@ _COLORS = {"forward": "#4c78a8", "backward": "#72b7b2", "optimizer": "#54a24b"}
 
 
 class Picture:
-    """A figure of matplotlib that notebooks show without pyplot.
-
-    Attributes:
-        figure: The figure.
-    """
+    """A figure of matplotlib that notebooks show without pyplot."""
 
     def __init__(self, figure: Any) -> None:
         self.figure = figure
@@ -33,20 +29,7 @@ class Picture:
 
 
 def draw(plan: Plan, path: Path | None) -> Picture:
-    """Draws allocated and reserved memory over the time of the plan's last step.
-
-    Args:
-        plan: The plan.
-        path: An .svg or .png file; None: only returns the figure.
-
-    Returns:
-        The picture, which a notebook shows.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: The name ends in neither .svg nor .png.
-        OSError: The file cannot be written.
-    """
+    """Draws allocated and reserved memory over the time of the plan's last step; see `Plan.plot`."""
     if path is not None and path.suffix not in (".svg", ".png"):
         raise ValueError(f"path is {path}, expected a name that ends in .svg or .png")
     require("matplotlib", "drawing")

@@ -44,13 +44,8 @@ class Gain:
 def largest(needs: Callable[[int], int], capacity: int, start: int, limit: int) -> int:
     """Returns the largest number from 1 to `limit` whose need is no more than a capacity; 0 if 1 needs more.
 
-    Needs grow about linearly, so it tries numbers on the line through the nearest two, and halves where that fails.
-
-    Args:
-        needs: The bytes that a number needs, which grow with it.
-        capacity: The bytes that there are.
-        start: The first number to try.
-        limit: The largest number to try.
+    Needs grow about linearly, so it tries numbers on the line through the nearest two, and halves where that fails. It
+    tries `start` first.
     """
     low, high = 0, limit + 1
     tried: dict[int, int] = {}

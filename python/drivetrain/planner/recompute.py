@@ -59,12 +59,7 @@ class Recomputation:
 
 
 def recompute_within(trace: StepTrace, seconds: Sequence[float], budget: int) -> Recomputation:
-    """Solves what to recompute, so that activations kept for backward stay within a budget.
-
-    Args:
-        trace: The step.
-        seconds: The time of each operation of the trace.
-        budget: Bytes.
+    """Solves what to recompute, given each operation's seconds, so that activations kept for backward stay in a budget.
 
     Raises:
         ValueError: The budget is below the smallest one for which the solver finds a plan.

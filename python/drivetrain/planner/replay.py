@@ -39,14 +39,9 @@ def replayed_seconds(
     factor, with which they add up to the lower quartile of whole rounds. Other programs only add to a round's time, and
     often for as long as half of the rounds take.
 
-    Args:
-        trace: The steps.
-        deadline: When to stop, in seconds of `time.monotonic`.
-        clock: Returns the seconds that count.
-
     Returns:
         The seconds by signature, without those that cannot run on made-up values. They are empty if no round is done at
-        the deadline. The first rounds count where there are no others.
+        the deadline, a time of `time.monotonic`. The first rounds count where there are no others.
     """
     replay = _Replay(trace, clock)
     rounds: list[list[float]] = []

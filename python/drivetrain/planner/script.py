@@ -52,14 +52,8 @@ def trace_script(
 
     The script runs in a fork of this process, on the CPU, and changes nothing: a `Shadow` takes what it writes. Large
     tensors, parameters among them, have no values, and names of CUDA devices mean the planned one. A process group, if
-    it makes one, has one member that pretends to be rank 0 of all.
-
-    Args:
-        path: The script.
-        arguments: Its arguments.
-        device_kind: "cpu" or "cuda".
-        batch: The batch size of every DataLoader; None keeps the script's.
-        world_size: Number of ranks that the script sees.
+    it makes one, has one member that pretends to be rank 0 of `world_size`. `batch` is the batch size of every
+    DataLoader; None keeps the script's.
 
     Raises:
         PlanError: The script ends before it has made two iterations, depends on values, or ends its process.
@@ -76,14 +70,8 @@ def measure_script(
 ) -> float:
     """Returns the median seconds of a script's iteration, which includes its loaders and all that Python does.
 
-    The script runs as for `trace_script`, but on the CPU's real values and with its own workers, and prints nothing.
-
-    Args:
-        path: The script.
-        arguments: Its arguments.
-        period: Calls of optimizers' `step` in an iteration.
-        batch: The batch size of every DataLoader; None keeps the script's.
-        seconds: The time after which the script is ended.
+    The script runs as for `trace_script`, but on the CPU's real values and with its own workers, and prints nothing. It
+    is ended after `seconds`. An iteration has `period` calls of optimizers' `step`.
 
     Raises:
         PlanError: The script has made fewer than 4 iterations when it ends or the time is up, or ends its process.

@@ -75,15 +75,9 @@ def plan_time(
     measured: Mapping[int, float] | None = None,
     added_s: float = 0.0,
 ) -> TimePlan:
-    """Predicts a step's time.
+    """Predicts a step's time, with micro-batches of `samples`.
 
-    Args:
-        trace: The step.
-        device: The device.
-        options: The settings of the run besides its step.
-        samples: Samples of a micro-batch.
-        measured: Seconds of operations by signature, measured on this machine.
-        added_s: Seconds that recomputation under a budget adds to a micro-batch.
+    Operations may be measured: seconds by signature. Recomputation under a budget adds `added_s` to a micro-batch.
     """
     seconds = [op_seconds(op, device, measured or {}) for op in trace.ops]
     step = [event.subject for event in trace.events[trace.begin_of_last_step() :] if event.kind == OP]
@@ -134,13 +128,8 @@ def all_reduce_seconds(
 ) -> float:
     """Returns the time of an all-reduce by the faster of a ring and a tree, as NCCL chooses.
 
-    Args:
-        num_bytes: Bytes of the reduced buffer.
-        ranks: Number of ranks. Hosts are filled one after the other.
-        per_host: Ranks of a host.
-        link: The link between ranks of a host.
-        network: The link between hosts, of one rank.
-        call_s: Seconds of a collective in addition to its hops, such as a launch.
+    Hosts are filled one after the other. `network` is one rank's link to other hosts. `call_s` comes in addition to the
+    hops, such as a launch.
     """
     if ranks == 1:
         return 0.0

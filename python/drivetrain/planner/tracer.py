@@ -32,15 +32,10 @@ class PlanError(RuntimeError):
 def trace_steps(
     model: nn.Module, step_fn: Callable[[], object], *, device_kind: str = "cpu", num_steps: int = 2
 ) -> StepTrace:
-    """Traces steps of a model.
+    """Traces steps of a model, `num_steps` or more.
 
-    Nothing is computed. Afterwards, parameters, gradients and optimizer states are as before.
-
-    Args:
-        model: The model, on any device, also "meta".
-        step_fn: Runs one training step of it.
-        device_kind: "cpu" or "cuda": whose kernels the plan is about, which decides how attention and dropout run.
-        num_steps: Least steps to trace. The first one makes optimizer states; the last one is what the plan describes.
+    Nothing is computed. Afterwards, parameters, gradients and optimizer states are as before. The first step makes
+    optimizer states; the last one is what the plan describes. The kind of device decides how attention and dropout run.
 
     Raises:
         PlanError: The step depends on values.
@@ -65,10 +60,7 @@ def trace_steps(
 class Tracer:
     """Records what runs inside of its `with` block.
 
-    Args:
-        label: The device that all tensors without values claim.
-        device_kind: "cpu" or "cuda".
-        is_script: Models become known when they are called first.
+    All tensors without values claim to be on the device `label`. Models of a script become known when they are called.
     """
 
     def __init__(self, label: torch.device, device_kind: str, *, is_script: bool = False) -> None:

@@ -80,11 +80,7 @@ def _workspace_of_recurrence(signature: Signature) -> int:
 
 
 def bytes_kept_by_recurrence(args: tuple[Any, ...]) -> int:
-    """Returns the bytes that oneDNN's recurrent layer keeps for backward, which tensors without values do not show.
-
-    Args:
-        args: The arguments of `aten::mkldnn_rnn_layer`; tensors have only a layout.
-    """
+    """Returns the bytes that oneDNN's recurrent layer keeps for backward, which tensors without values do not show."""
     source, *weights = args[:5]
 
     def kept(length: int) -> int:

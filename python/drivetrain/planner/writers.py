@@ -50,9 +50,7 @@ _CHANGING = os.O_RDWR | os.O_CREAT
 def begin(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) -> None:
     """Lets libraries write where the shadow says, modules that are imported later included, until the process ends.
 
-    Args:
-        shadow: The shadow.
-        others: Functions to call with other modules, by name, once they are imported.
+    `others` has functions to call with other modules, by name, once they are imported.
     """
     saver = _Saver(shadow)
     FakeTensor.__reduce_ex__ = saver.reduced()  # type: ignore[method-assign]

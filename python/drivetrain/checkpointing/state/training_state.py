@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...ddp.accumulate import Window
 from ...optim import precision
 from ...optim.sharded import pieces
-from ...optim.sharded.dtensors import is_dtensor, local_part, state_placements
+from ...optim.sharded.dtensors import from_local, is_dtensor, local_part, state_placements
 from ...wrapped import unwrapped
 from ..store.reading import Checkpoint
 from . import rng, shards
@@ -303,18 +303,9 @@ class TrainingState:
             offset, local = self._region(path, value.shape)
             cut = tuple(slice(at, at + size) for at, size in zip(offset, local, strict=True))
             value = shards.Shard(value[cut].clone(), tuple(value.shape), path)
-        from torch.distributed.tensor import DTensor
-
-        is_like = value.shape == tuple(like.shape)
-        stride = like.stride() if is_like else torch.empty(value.shape, device="meta").stride()
-        return DTensor.from_local(
-            value.value.to(local_part(like).device),
-            like.device_mesh,
-            self._placements(path, like, value.shape),
-            run_check=False,
-            shape=torch.Size(value.shape),
-            stride=stride,
-        )
+        local = value.value.to(local_part(like).device)
+        stride = like.stride() if value.shape == tuple(like.shape) else ()
+        return from_local(local, like, self._placements(path, like, value.shape), torch.Size(value.shape), stride)
 
     def _refuse_unloadable(self) -> None:
         """Raises TypeError if the model saves values that it does not load, such as layers of bitsandbytes."""

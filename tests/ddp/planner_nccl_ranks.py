@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from drivetrain import DistributedDataParallel
-from drivetrain.ddp.arguments import TorchDistributedDataParallel
 from nccl_ranks import join_group
 
 try:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain.ddp.arguments import TorchDistributedDataParallel as TorchDDP
 
 OnRanks = Callable[..., list[Any]]
 ALIGNMENT = 64

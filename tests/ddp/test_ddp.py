@@ -36,7 +36,7 @@ from ddp_cases import (
     step_alike,
 )
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain.ddp import arguments
+from drivetrain.ddp import distributed
 
 
 def train(options: dict[str, Any], set_to_none: bool) -> int:
@@ -358,8 +358,8 @@ def test_without_a_process_group_under_a_launcher(monkeypatch: pytest.MonkeyPatc
 
 
 def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {k: v for k, v in arguments.TORCH_ARGUMENTS.items() if k != "forward_sync_buffers"}
-    monkeypatch.setattr(arguments, "TORCH_ARGUMENTS", known)
+    known = {k: v for k, v in distributed._TORCH_ARGUMENTS.items() if k != "forward_sync_buffers"}
+    monkeypatch.setattr(distributed, "_TORCH_ARGUMENTS", known)
     with pytest.raises(
         TypeError, match=r"does not know DistributedDataParallel's argument 'forward_sync_buffers'.*False"
     ):

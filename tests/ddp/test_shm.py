@@ -28,12 +28,12 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_cases import SMALL_BUCKETS, OnRanks, Products, script_ranks, started
 from drivetrain import _C, processes
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain.ddp import arguments, transport
+from drivetrain.ddp import transport
 from namespaces import needs_namespaces
 from polling import wait_until
 from ranks import RankPool, dawdle_in_hooks
 
-TorchDDP = arguments.TorchDistributedDataParallel
+TorchDDP = torch.nn.parallel.DistributedDataParallel
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
 # SIZES cover no element, one, an odd number, a vector with a tail, several tiles, and several chunks.
 WEIGHTS = (1, 65, 70_000, 1000, 40_000)

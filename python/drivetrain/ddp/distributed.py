@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from .. import parameter_names
 from ..grad import main_grads
 from . import hang_reports, sharding
 from . import transport as transports
-from .arguments import TORCH_ARGUMENTS, refuse_unknown
 from .bucket_plan import BucketPlan, bucket_caps, describe_plan, first_caps_of_torch, obstacle_to_planning
 from .consistency import (
     check_default_group,
@@ -31,10 +31,10 @@ from .gradient_check import SkippedSteps, checked_mode, set_gradient_check
 from .groups import ReducesOverGroups, left_out, parts_of
 from .logger import Logger
 from .reducer import Reducer, announce
-from .stragglers import delays_of
 
 __all__ = ["DistributedDataParallel", "checked_weight", "defaults"]
 
+_TORCH_ARGUMENTS = inspect.signature(TorchDistributedDataParallel.__init__).parameters
 # All ranks must agree on these arguments.
 _SAME_EVERYWHERE = (
     "bucket_cap_mb",
@@ -161,7 +161,7 @@ class DistributedDataParallel(ReducesOverGroups):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
-        refuse_unknown(changed)
+        _refuse_unknown(changed)
         if check_replicas_every < 0:
             raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
         sharding.check(shard, shard_group, changed)
@@ -193,7 +193,7 @@ class DistributedDataParallel(ReducesOverGroups):
                 sizes = check_same_on_all_ranks(trained_parameters(module), arguments, group)
                 changed |= {name: size for name, size in sizes.items() if size != given[name]}
             self._connects_now = init_sync or shard is not None
-            super().__init__(**{name: value for name, value in changed.items() if name in TORCH_ARGUMENTS})
+            super().__init__(**{name: value for name, value in changed.items() if name in _TORCH_ARGUMENTS})
         if self._use_python_reducer:  # torch's own Python hooks reduce, compiled into backward
             transports.refuse_wire_dtype(self._wire_dtype, "torch._dynamo.config.optimize_ddp = 'python_reducer'")
             self.reducer._remove_autograd_hooks()
@@ -201,7 +201,7 @@ class DistributedDataParallel(ReducesOverGroups):
             self._lazy_init_ran = True
             if init_sync:
                 _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
-        self._sharding = sharding.of(self, shard, shard_group, self._transport, overlaps=overlap_gather)
+        self._sharding = sharding.of(self, shard, shard_group, overlaps=overlap_gather)
         self._wrap_parts(parts, changed)
         parameter_names.remember(module)
         size = sum(param.numel() for _, param in trained_parameters(module)) / 1e6
@@ -319,7 +319,7 @@ class DistributedDataParallel(ReducesOverGroups):
             RuntimeError: `report_hang_after` is 0, so that ranks publish nothing.
             NotImplementedError: The parameters are not on the CPU. There a stream waits, and the host cannot time it.
         """
-        return delays_of(self.reducer.hang_reporter, self.device, self.process_group)
+        return hang_reports.delays(self.reducer.hang_reporter, self.device, self.process_group)
 
     def skipped_steps(self) -> SkippedSteps:
         """Returns how many steps `check_gradients="skip"` has dropped, and what was found in the last of them."""
@@ -392,7 +392,8 @@ class DistributedDataParallel(ReducesOverGroups):
     def _post_forward(self, output: Any) -> Any:
         """Does what torch's does, and marks the outputs by which the reducer recognizes this forward's backward."""
         output = super()._post_forward(output)
-        sharding.wait(self)  # backward uses the transport
+        if self._sharding is not None:
+            self._sharding.wait()  # backward uses the transport
         if torch.is_grad_enabled() and self._has_reducer() and not self._use_python_reducer:
             announce(self.reducer, output)
         return output
@@ -405,7 +406,8 @@ class DistributedDataParallel(ReducesOverGroups):
         Raises:
             RuntimeError: Another rank has ended, or did not step within the timeout.
         """
-        sharding.end(self)
+        if self._sharding is not None:
+            self._sharding.end()
 
     def bucket_plan(self) -> BucketPlan:
         """Returns the buckets and, once the first steps have been timed, what the plan expected of them.
@@ -479,3 +481,14 @@ class DistributedDataParallel(ReducesOverGroups):
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
+
+
+def _refuse_unknown(changed: dict[str, object]) -> None:
+    """Raises TypeError for arguments with another value than their default that the installed torch does not have."""
+    for name, value in changed.items():
+        is_ours = _OUR_ARGUMENTS[name].kind is inspect.Parameter.KEYWORD_ONLY or name == "batched_grad_copy"
+        if not is_ours and name not in _TORCH_ARGUMENTS:
+            raise TypeError(
+                f"torch {torch.__version__} does not know DistributedDataParallel's argument {name!r} (given "
+                f"{value!r}): leave it out, or upgrade torch."
+            )

@@ -305,6 +305,24 @@ class HangReporter:
         return f"{name}, {', '.join(facts)}"
 
 
+def delays(reporter: HangReporter | None, device: torch.device, group: dist.ProcessGroup) -> list[float]:
+    """Returns the result of `DistributedDataParallel.stragglers`."""
+    if device.type != "cpu":
+        raise NotImplementedError(
+            f"stragglers() is for parameters on the CPU, and these are on {device}: there a stream waits, not the host."
+        )
+    if reporter is None:
+        if dist.get_world_size(group) == 1:
+            return [0.0]
+        raise RuntimeError(
+            "stragglers() needs the records that ranks publish for hang reports, and report_hang_after is 0: pass "
+            "seconds > 0."
+        )
+    waits = reporter.wait_times()
+    longest = max((wait for wait in waits if wait is not None), default=0.0)
+    return [math.nan if wait is None else longest - wait for wait in waits]
+
+
 def _raise_in(thread: int, why: str) -> None:
     """Raises RuntimeError(why) in that thread, once it runs Python again."""
 

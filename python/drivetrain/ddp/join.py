@@ -44,7 +44,7 @@ class JoinsUnevenInputs(TorchDistributedDataParallel):
         """Takes part in the others' backward with zeros. This rank's own `.grad` become their mean."""
         self.reducer.shadow_planning()
         as_sum = not self._divide_by_initial_world_size
-        reduces = [self.reducer._run_comm_hook(i, as_sum) for i in self.reducer._get_zeros_like_grad_buckets()]
+        reduces = [self.reducer.reduce_zeros(i, as_sum) for i in range(len(self.reducer.buckets()))]
         for i, reduce in enumerate(reduces):
             self.reducer.wait_for_zeros(i, reduce)
         self.reducer.shadow_used_map()

@@ -72,18 +72,10 @@ class Reducer(_C.Reducer):
             when the first gradient comes that is to be reduced.
         transport: The requested transport.
         wire_dtype: Likewise.
-        bucket_caps: Bytes per bucket, in the expected order of buckets; the last repeats.
         sparse: Per parameter, True if its gradients are sparse.
-        find_unused_parameters: Some parameters may get no gradient.
-        skip_unused_buckets: Does not reduce buckets whose parameters are all unused. The caller promises that every
-            rank leaves out the same ones.
-        check_replicas_every: Synchronized steps between two comparisons of the ranks' parameters; 0: never.
-        frozen: The module's other parameters with their names. One that requires a gradient later causes a warning.
         modules: All modules with their names, for messages.
         report_hang_after: Seconds after which a wait for other ranks is reported; 0: never.
-        gradients_stay_views: Tensors that are kept over a `.grad` show the parameter's next gradient as well.
-        plan_from_measurement: Chooses the buckets' sizes again once the first steps have been timed. Only for
-            parameters of one device without sparse gradients.
+        **options: Further options of the native reducer; csrc/ddp/reducer_state.h describes them.
     """
 
     def __init__(
@@ -95,57 +87,36 @@ class Reducer(_C.Reducer):
         is_connected: bool,
         transport: str,
         wire_dtype: torch.dtype | None,
-        bucket_caps: Sequence[int],
         sparse: Sequence[bool],
-        find_unused_parameters: bool,
-        skip_unused_buckets: bool,
-        check_replicas_every: int,
-        frozen: Sequence[tuple[str, nn.Parameter]],
         modules: Sequence[tuple[str, nn.Module]],
         report_hang_after: float,
-        gradients_stay_views: bool,
-        plan_from_measurement: bool,
+        **options: Any,
     ) -> None:
         # Ranks do not make the others together, so that these have no number.
         number = f" {next(_wrappers)}" if is_connected else ""
         self._wrapper = f"DistributedDataParallel{number} ({title_of(modules[0][1])})"
-        device = params[0].device
-        make = functools.partial(transports.make_comm, transport) if is_connected else transports.unconnected_comm
-        comm = make(process_group, device, wire_dtype)
-        if is_connected:
-            show_collectives(comm, process_group, device)
-        super().__init__(
-            params=params,
-            names=names,
-            comm=comm,
-            bucket_caps=bucket_caps,
-            sparse=sparse,
-            find_unused_parameters=find_unused_parameters,
-            skip_unused_buckets=skip_unused_buckets,
-            check_replicas_every=check_replicas_every,
-            frozen=frozen,
-            plan_from_measurement=plan_from_measurement,
-            wrapper=self._wrapper,
-            gradients_stay_views=gradients_stay_views,
-        )
-        self.set_are_held(lambda tensors: _are_held(tensors, params))
-        self._rebuilding_is_known = False
         self._params = params
         self._names = names
-        self.comm = comm
         self.sparse = sparse
-        self.is_sharded = False  # states or gradients are divided among the ranks
-        self._on_reduced: list[Callable[[list[nn.Parameter], bool], None]] = []
         self._process_group = process_group
         self._transport = transport
         self._wire_dtype = wire_dtype
+        if is_connected:
+            self.comm = self._make_comm()
+        else:
+            self.comm = transports.unconnected_comm(process_group, params[0].device, wire_dtype)
+        super().__init__(params=params, names=names, comm=self.comm, sparse=sparse, wrapper=self._wrapper, **options)
+        self.set_are_held(lambda tensors: _are_held(tensors, params))
+        self._rebuilding_is_known = False
+        self.is_sharded = False  # states or gradients are divided among the ranks
+        self._on_reduced: list[Callable[[list[nn.Parameter], bool], None]] = []
         self._modules = modules
         self._report_hang_after = report_hang_after
         self._is_connected = is_connected
         self._thread = threading.get_ident()
         self.hang_reporter: HangReporter | None = None
         if is_connected:
-            self._report_hangs(comm)
+            self._report_hangs()
         else:
             self.set_connect(functools.partial(_connect, weakref.ref(self)))
 
@@ -193,22 +164,30 @@ class Reducer(_C.Reducer):
 
     def connect(self) -> None:
         """Makes the transport of a wrapper that did not communicate when it was made. Every rank must call it."""
+        show_connection(self._process_group, self._params[0].device)
+        self._change_comm()
+        self._is_connected = True
+        transports.warn_of_fallback(self.comm, self._process_group)
+
+    def _make_comm(self) -> _C.Comm:
         group, device = self._process_group, self._params[0].device
-        show_connection(group, device)
         comm = transports.make_comm(self._transport, group, device, self._wire_dtype)
         show_collectives(comm, group, device)
-        self.set_comm(comm)
-        self.comm, self._is_connected = comm, True
-        self._report_hangs(comm)
-        transports.warn_of_fallback(comm, group)
+        return comm
 
-    def _report_hangs(self, comm: _C.Comm) -> None:
+    def _change_comm(self) -> None:
+        comm = self._make_comm()
+        self.set_comm(comm)
+        self.comm = comm
+        self._report_hangs()
+
+    def _report_hangs(self) -> None:
         self.hang_reporter = None
         group = self._process_group
         if self._report_hang_after > 0 and group.size() > 1 and not is_foreign(group):
             device = self._params[0].device
             # On the CPU, and over our own communicator, a collective with a rank that has ended fails by itself.
-            hangs = device.type != "cpu" and comm.name == "torch"
+            hangs = device.type != "cpu" and self.comm.name == "torch"
             self.hang_reporter = HangReporter(
                 self.progress(),
                 group,
@@ -232,14 +211,8 @@ class Reducer(_C.Reducer):
                 "Save a checkpoint, and construct a new wrapper."
             )
         self._process_group = process_group
-        if not self._is_connected:
-            return
-        device = self._params[0].device
-        comm = transports.make_comm(self._transport, process_group, device, self._wire_dtype)
-        show_collectives(comm, process_group, device)
-        self.set_comm(comm)
-        self.comm = comm
-        self._report_hangs(comm)
+        if self._is_connected:
+            self._change_comm()
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         raise NotImplementedError(
@@ -266,12 +239,6 @@ class Reducer(_C.Reducer):
         with waiting(self.progress(), "the count of ranks that still have inputs"):
             work.wait()
         self.set_joining(0 if divide_by_initial_world_size else int(work.get_future().value()[0].item()))
-
-    def _get_zeros_like_grad_buckets(self) -> list[int]:
-        return list(range(len(self.buckets())))
-
-    def _run_comm_hook(self, bucket: int, as_sum: bool = False) -> _C.PendingReduce:
-        return self.reduce_zeros(bucket, as_sum)
 
 
 @_disable_dynamo

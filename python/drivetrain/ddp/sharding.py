@@ -98,18 +98,6 @@ def rows_of(wrapper: Any) -> KeptRows | None:
     return None if wrapper._sharding is None else wrapper._sharding.rows
 
 
-def wait(wrapper: Any) -> None:
-    """Waits for the gathers of the wrapper's parameters."""
-    if (parameters := wrapper.__dict__.get("_sharding")) is not None:
-        parameters.wait()
-
-
-def end(wrapper: Any) -> None:
-    """Waits for the gathers of the wrapper's parameters; on CUDA, for later work of the current stream alone."""
-    if (parameters := wrapper.__dict__.get("_sharding")) is not None:
-        parameters.end()
-
-
 @contextmanager
 def weighted(wrapper: Any, weight: float) -> Iterator[None]:
     """Surrounds a backward whose loss was multiplied with this rank's weight."""
@@ -126,9 +114,7 @@ def weighted(wrapper: Any, weight: float) -> Iterator[None]:
         wrapper.reducer.end_weighted(failed)
 
 
-def of(
-    wrapper: Any, shard: str | None, shard_group: Any, transport: str, *, overlaps: bool = False
-) -> "Sharding | None":
+def of(wrapper: Any, shard: str | None, shard_group: Any, *, overlaps: bool) -> "Sharding | None":
     """Returns what divides the states of a new wrapper's parameters; None without `shard`, or on one rank.
 
     Raises:
@@ -165,17 +151,7 @@ def of(
                 f"parameter {name!r} gets sparse gradients, which shard= does not support: construct its layer with "
                 "sparse=False, or leave shard= out."
             )
-    return Sharding(
-        shard,
-        wrapper.reducer.named_parameters(),
-        wrapper.reducer,
-        wrapper.process_group,
-        shard_group,
-        wrapper.reducer.comm,
-        transport,
-        places,
-        wrapper.module if overlaps else None,
-    )
+    return Sharding(shard, wrapper, shard_group, places, overlaps)
 
 
 class _Bucket(NamedTuple):
@@ -229,14 +205,10 @@ class Sharding:
 
     Args:
         shard: "optimizer" or "gradients".
-        named: The trained parameters with their names. They get other memory.
-        reducer: Their reducer.
-        process_group: The ranks of the wrapper.
-        shard_group: The ranks that share states; None takes `process_group`.
-        comm: The transport over `process_group`.
-        transport: The requested transport.
-        places: For every rank of `process_group`, its number in the group that shares states, and this group's size.
-        overlaps: The module whose use awaits gathers; None: they end in `step()`.
+        wrapper: The DistributedDataParallel, with its reducer. Its parameters get other memory.
+        shard_group: The ranks that share states; None takes the wrapper's process group.
+        places: For every rank of the wrapper, its number in the group that shares states, and this group's size.
+        overlaps: Uses of the module await gathers; False: they end in `step()`.
 
     Raises:
         NotImplementedError: A parameter cannot be divided, or its gradients cannot be kept in parts. Also if CUDA
@@ -246,27 +218,27 @@ class Sharding:
     def __init__(
         self,
         shard: str,
-        named: Sequence[tuple[str, nn.Parameter]],
-        reducer: "Reducer",
-        process_group: dist.ProcessGroup,
+        wrapper: Any,
         shard_group: dist.ProcessGroup | None,
-        comm: _C.Comm,
-        transport: str,
         places: Sequence[tuple[int, int]],
-        overlaps: nn.Module | None,
+        overlaps: bool,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         from ..optim.sharded.rows import refuse_files
 
+        reducer: Reducer = wrapper.reducer
+        named = reducer.named_parameters()
         for name, param in named:
             _check_param(name, param)
-        group = process_group if shard_group is None else shard_group
+        group = shard_group or wrapper.process_group
         self._device = named[0][1].device
         _check_devices(named, group)
         self._group = group
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._comm = comm if shard_group is None else transports.make_comm(transport, group, named[0][1].device)
+        self._comm = reducer.comm
+        if shard_group is not None:
+            self._comm = transports.make_comm(wrapper._transport, shard_group, self._device)
         self._mesh = DeviceMesh.from_group(group, self._device.type)
         refuse_files(self._mesh)
         self._params = [param for _, param in named]
@@ -279,9 +251,9 @@ class Sharding:
         self._buckets: list[_Bucket] = []
         self._lay_out(named)
         self._gathers = Gathers(self._bucket_of)
-        self._overlaps = overlaps is not None
-        if overlaps is not None:
-            ends = watch(overlaps, self._gathers)
+        self._overlaps = overlaps
+        if overlaps:
+            ends = watch(wrapper.module, self._gathers)
             self._finish = weakref.finalize(self, finish, self._gathers, ends)
         reducer.is_sharded = True
         self.rows: KeptRows | None = None
@@ -289,9 +261,9 @@ class Sharding:
             main_grads.leave_to_rows(self._params)
             reducer.set_kept([_owners(param, places) for param in self._params])
             has_copies = any(places.count(place) > 1 for place in places)
-            if has_copies and comm.name == "torch" and self._device.type == "cpu":
-                comm.set_returning(transports.returning_group(process_group).group_name)
-            self.rows = KeptRows(self._params, reducer, process_group)
+            if has_copies and reducer.comm.name == "torch" and self._device.type == "cpu":
+                reducer.comm.set_returning(transports.returning_group(wrapper.process_group).group_name)
+            self.rows = KeptRows(self._params, reducer, wrapper.process_group)
 
     def __reduce__(self) -> Any:
         raise TypeError("DistributedDataParallel(shard=...) cannot be copied or pickled: copy its `module`.")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,13 +38,6 @@ _UNFIT_WIRE_DTYPES = {
         "it has no infinity, so that the overflow of one rank would not reach the others",
     ),
 }
-
-
-class _Hosts(NamedTuple):
-    """Each rank's host as a number. Empty if memory is not to be shared."""
-
-    numbers: list[int]
-    why_not: str  # why memory is not shared; "": it is, or nothing needs it
 
 
 def requested(argument: str) -> str:
@@ -211,25 +204,31 @@ def _warn(why_not: str) -> None:
     )
 
 
-def _find_hosts(choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None) -> _Hosts:
-    """Finds which ranks share a host, after a check that all ranks ask for the same."""
+def _find_hosts(
+    choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None
+) -> tuple[list[int], str]:
+    """Finds which ranks share a host, after a check that all ranks ask for the same.
+
+    Returns:
+        Each rank's host as a number, empty if memory is not to be shared, and why not; "": nothing needs it.
+    """
     size = dist.get_world_size(group)
     if size == 1:
-        return _Hosts([], "")
+        return [], ""
     if device.type != "cpu":
-        return _Hosts([], f"the parameters are on {device}, shared memory is for the CPU")
+        return [], f"the parameters are on {device}, shared memory is for the CPU"
     if (backend := cpu_backend(group)) != "gloo":
-        return _Hosts([], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'")
+        return [], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'"
     host = host_digest()
     found = gather_bytes(bytes((CHOICES.index(choice), _WIRE_DTYPES.index(wire_dtype))) + host, group)
     _check_same(group, "transport", [CHOICES[facts[0]] for facts in found], f", or set {VARIABLE} everywhere")
     _check_same(group, "wire_dtype", [_WIRE_DTYPES[facts[1]] for facts in found])
     if choice == "torch":
-        return _Hosts([], "")
+        return [], ""
     identities = [facts[2:] for facts in found]
     if len(set(identities)) == size:
-        return _Hosts([], "no two ranks are on the same host, in the same container and of the same user")
-    return _Hosts([identities.index(identity) for identity in identities], "")
+        return [], "no two ranks are on the same host, in the same container and of the same user"
+    return [identities.index(identity) for identity in identities], ""
 
 
 def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else: str = "") -> None:
@@ -286,7 +285,8 @@ def additional_group(
     is_member = dist.get_rank(group) in ranks
     # All ranks of the job take part in making a group, unless the call says that only its own ranks do.
     is_whole_job = dist.get_world_size(group) == dist.get_world_size()
-    alike = nullcontext() if is_whole_job else _as_many_groups(_most_groups(group))
+    names = dist.distributed_c10d._world.pg_names
+    alike = nullcontext() if is_whole_job else _as_many_groups(max(gather_objects(len(names), group)))
     if not (is_whole_job or is_member):
         return None
     members = [dist.get_global_rank(group, rank) for rank in ranks]
@@ -305,11 +305,6 @@ def additional_group(
     if connect_within:
         dist.distributed_c10d._set_pg_timeout(group_timeout(group), made)
     return made
-
-
-def _most_groups(group: dist.ProcessGroup) -> int:
-    """Returns the largest number of process groups that a rank knows."""
-    return max(gather_objects(len(dist.distributed_c10d._world.pg_names), group))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -71,13 +71,6 @@ def accumulate(
     return Window(model, optimizer, steps, scaler=scaler, scheduler=scheduler, max_grad_norm=max_grad_norm)
 
 
-class _Announcement(NamedTuple):
-    """The running all-reduce that announces a window, and its tensor, which must stay alive."""
-
-    work: Any
-    flag: Tensor
-
-
 class Window:
     """One `with` block of windows of micro-batches; `accumulate` returns it."""
 
@@ -119,7 +112,8 @@ class Window:
         self._micro_steps = 0
         self._has_forwarded = False  # since the last backward
         self._weight = 0.0  # weight of this rank's micro-batches in the current window
-        self._begun: _Announcement | None = None  # the all-reduce that announced the window to the other ranks
+        # The all-reduce that announced the window to the other ranks, and its tensor, which must stay alive.
+        self._begun: tuple[Any, Tensor] | None = None
         self._seen: tuple[Tensor, Tensor | None, int] | None = None  # parameter, gradient, its version
         self._restored: dict[str, Any] | None = None  # the state with which the block begins
 
@@ -344,7 +338,7 @@ class Window:
     def _step(self) -> None:
         """Steps with the gradients of a window whose last backward has finished."""
         if self._begun is not None:  # The announcement preceded the finished reduction.
-            self._begun.work.wait()
+            self._begun[0].wait()
             self._begun = None
         if self._ddp is None and not self._weight > 0:
             raise ValueError(f"the weights given to window.backward() sum to {self._weight}, expected a sum above 0.")
@@ -486,7 +480,7 @@ class Window:
         if self._ddp is None or self._begun is not None or dist.get_world_size(self._ddp.process_group) == 1:
             return
         flag = torch.ones(1, dtype=torch.int32, device=self._ddp.device)
-        self._begun = _Announcement(dist.all_reduce(flag, group=self._ddp.process_group, async_op=True), flag)
+        self._begun = dist.all_reduce(flag, group=self._ddp.process_group, async_op=True), flag
 
     def _is_any_rank_beginning(self) -> bool:
         assert self._ddp is not None

@@ -1,5 +1,7 @@
-"""Collects a value of every rank, with one collective where all ranks' values have the same size."""
+"""Facts about process groups, a value of every rank with one collective, and calls that keep no object alive."""
 
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -67,3 +69,13 @@ def gather_objects(mine: R, group: dist.ProcessGroup | None) -> list[R]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
+
+
+def weakly(owner: object, method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Returns a call of a method that does not keep its object alive, and returns None after the object's end."""
+    of = weakref.ref(owner)
+
+    def run(*more: Any) -> Any:
+        return None if (found := of()) is None else method(found, *args, *more)
+
+    return run

@@ -87,16 +87,12 @@ def waiting(progress: _C.Progress, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reporter = next((one for one in _reporters() if one.watches(progress)), None)
+        reporter = next((one for one in watchdog.all_watched() if one.watches(progress)), None)
         if reporter is not None and (ended := reporter.ended_ranks()):
             error.args = (f"{error}\ndrivetrain: {what} has failed. {ended}",)
         raise
     finally:
         progress.end_wait()
-
-
-def _reporters() -> list["HangReporter"]:
-    return [one for one in watchdog.all_watched() if isinstance(one, HangReporter)]
 
 
 class HangReporter:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import _C
 from ..optim.sharded import pieces
 from ..optim.sharded.dtensors import is_dtensor, local_part
+from .gather import weakly
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -53,10 +54,10 @@ class KeptRows:
         self._is_weighted = False  # the current backward has a weight
         self._seen: list[Seen] = [None] * len(params)  # the gradients after the last weighted backward
         # Native code refers to these calls, and gc does not see that.
-        reducer.set_put_aside(_weakly(self, KeptRows._put_all_aside))
+        reducer.set_put_aside(weakly(self, KeptRows._put_all_aside))
         reducer.add_on_reduced(_keep)
         for index, param in enumerate(params):
-            handle = param.register_hook(_weakly(self, KeptRows._put_aside, index))
+            handle = param.register_hook(weakly(self, KeptRows._put_aside, index))
             weakref.finalize(self, handle.remove)  # the parameter outlives its wrapper
 
     # ---- Rows of one backward.
@@ -206,17 +207,6 @@ class KeptRows:
         for ref in self._params:
             if (param := ref()) is not None:
                 param.grad = None
-
-
-def _weakly(owner: KeptRows, call: Any, *args: Any) -> Any:
-    """Returns a call of a method that does not keep its object alive."""
-    of = weakref.ref(owner)
-
-    def run(*more: Any) -> None:
-        if (found := of()) is not None:
-            call(found, *args, *more)
-
-    return run
 
 
 def _is_same(now: Seen, before: Seen) -> bool:

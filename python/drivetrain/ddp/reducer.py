@@ -1,11 +1,9 @@
 """The reducer as torch's DistributedDataParallel calls it: the native one, and methods that need Python objects."""
 
-import functools
 import itertools
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from .. import _C
 from . import transport as transports
 from .consistency import title_of
-from .gather import is_foreign
+from .gather import is_foreign, weakly
 from .hang_reports import HangReporter, waiting
 from .tag_board import show_collectives, show_connection
 
@@ -39,26 +37,6 @@ def _are_held(tensors: list[torch.Tensor], params: Sequence[nn.Parameter]) -> bo
         sys.getrefcount(tensors[i]) > sys.getrefcount(not_held[0]) + (id(tensors[i]) in main)
         for i in range(len(tensors))
     )
-
-
-def _tell(of: "weakref.ref[Reducer]", indices: list[int], is_last: bool) -> None:
-    if (reducer := of()) is not None:
-        reducer.tell(indices, is_last)
-
-
-def _connect(of: "weakref.ref[Reducer]") -> str:
-    """Connects a wrapper in its first backward. Returns "", or why this has failed."""
-    reducer = of()
-    assert reducer is not None  # it calls
-    try:
-        reducer.connect()
-    except Exception as error:
-        return (
-            "drivetrain: a copied or loaded DistributedDataParallel, or one with init_sync=False, first communicates "
-            "in its first backward. This one has waited there for every other rank to run a backward through its own, "
-            f"and has failed: {error}"
-        )
-    return ""
 
 
 class Reducer(_C.Reducer):
@@ -118,7 +96,7 @@ class Reducer(_C.Reducer):
         if is_connected:
             self._report_hangs()
         else:
-            self.set_connect(functools.partial(_connect, weakref.ref(self)))
+            self.set_connect(weakly(self, Reducer._connect))
 
     def add_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
         """Calls `call(params, is_last)` for each bucket once the `.grad` of its parameters are reduced.
@@ -127,7 +105,7 @@ class Reducer(_C.Reducer):
         bucket of a backward. All ranks must call this together.
         """
         self._on_reduced.append(call)
-        self.set_on_reduced(functools.partial(_tell, weakref.ref(self)))  # gc does not see references of native code
+        self.set_on_reduced(weakly(self, Reducer.tell))  # gc does not see references of native code
 
     def remove_on_reduced(self, call: Callable[[list[nn.Parameter], bool], None]) -> None:
         """Ends the calls of `call`."""
@@ -162,12 +140,20 @@ class Reducer(_C.Reducer):
             )
         return unfrozen
 
-    def connect(self) -> None:
-        """Makes the transport of a wrapper that did not communicate when it was made. Every rank must call it."""
-        show_connection(self._process_group, self._params[0].device)
-        self._change_comm()
-        self._is_connected = True
-        transports.warn_of_fallback(self.comm, self._process_group)
+    def _connect(self) -> str:
+        """Connects a wrapper in its first backward. Returns "", or why this has failed. Every rank must call it."""
+        try:
+            show_connection(self._process_group, self._params[0].device)
+            self._change_comm()
+            self._is_connected = True
+            transports.warn_of_fallback(self.comm, self._process_group)
+        except Exception as error:
+            return (
+                "drivetrain: a copied or loaded DistributedDataParallel, or one with init_sync=False, first "
+                "communicates in its first backward. This one has waited there for every other rank to run a backward "
+                f"through its own, and has failed: {error}"
+            )
+        return ""
 
     def _make_comm(self) -> _C.Comm:
         group, device = self._process_group, self._params[0].device

@@ -8,9 +8,12 @@ import queue
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .control_block import forget_connections, wait_for_questions
+
+if TYPE_CHECKING:
+    from .hang_reports import HangReporter
 
 _LONGEST_WAIT_S = 30.0
 _EXIT_S = 5.0  # time that the threads get to end at exit, in case the store does not answer
@@ -18,18 +21,7 @@ _EXIT_S = 5.0  # time that the threads get to end at exit, in case the store doe
 _logger = logging.getLogger("drivetrain")
 
 
-class Watched(Protocol):
-    """An object that the watchdog looks at."""
-
-    @property
-    def beat_s(self) -> float:
-        """Seconds between two looks."""
-
-    def look(self) -> float:
-        """Looks, and returns the seconds until the next look."""
-
-
-_watched: "dict[int, weakref.ref[Watched]]" = {}
+_watched: "dict[int, weakref.ref[HangReporter]]" = {}
 _lock = threading.Lock()  # guards the thread's start and end
 _thread: threading.Thread | None = None
 _is_exiting = False
@@ -38,7 +30,7 @@ _wake: "queue.SimpleQueue[None]" = queue.SimpleQueue()
 _has_exit_hooks = False
 
 
-def add(watched: Watched) -> None:
+def add(watched: "HangReporter") -> None:
     """Looks at `watched` for as long as it exists. Starts the thread if it is the first."""
     global _thread, _has_exit_hooks
     key = id(watched)
@@ -59,7 +51,7 @@ def add(watched: Watched) -> None:
     _wake.put(None)
 
 
-def all_watched() -> list[Watched]:
+def all_watched() -> "list[HangReporter]":
     """Returns everything that the watchdog looks at."""
     return [watched for reference in list(_watched.values()) if (watched := reference()) is not None]
 

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "ddp/transport/torch/torch_scatter.h"
+#include "ddp/transport/torch/scatter.h"
 
 namespace drivetrain::ddp {
 namespace {
@@ -176,14 +176,10 @@ std::unique_ptr<PendingReduce> TorchComm::start_scatter(const at::Tensor& flat,
     if (!calls.empty()) return start_calls(flat, calls, /*gathers=*/false);
   }
   const std::optional<ElementType> type = element_type(flat.scalar_type());
-  const auto goes_on = [](const RankRange& range) { return !range.also.empty(); };
-  const bool returns = std::any_of(ranges->begin(), ranges->end(), goes_on);
-  if (backend_ != "gloo" || size() == 1 || flat.layout() != at::kStrided || !flat.is_cpu() || !type ||
-      (returns && !returning_) || !TorchScatter::pays(*ranges, static_cast<int64_t>(flat.nbytes()), size())) {
-    return as_sum ? start_sum(flat) : start(flat);
+  if (backend_ == "gloo" && size() > 1 && flat.layout() == at::kStrided && flat.is_cpu() && type) {
+    if (auto reduce = start_torch_scatter(flat, *type, *ranges, *this, returning_)) return reduce;
   }
-  DT_INVARIANT(flat.is_contiguous());
-  return std::make_unique<TorchScatter>(flat, *type, *ranges, *this, returns ? returning_ : nullptr);
+  return as_sum ? start_sum(flat) : start(flat);
 }
 
 std::unique_ptr<PendingReduce> TorchComm::start_gather(const at::Tensor& flat,

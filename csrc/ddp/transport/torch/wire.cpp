@@ -14,9 +14,9 @@
 #include <utility>
 
 #include "base/check.h"
+#include "ddp/transport/torch/scatter.h"
 #include "ddp/transport/torch/torch_group.h"
 #include "ddp/transport/torch/wire_format.h"
-#include "ddp/transport/torch/wire_scatter.h"
 
 namespace drivetrain::ddp {
 namespace {
@@ -256,12 +256,11 @@ class WireComm final : public Comm {
   std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
                                                bool as_sum) override {
     if (!is_rounded(flat)) return group_.start_scatter(flat, ranges, as_sum);
-    ScatterPlan plan = plan_scatter(*ranges, flat.numel(), format_, rank(), size());
-    if (!plan.pays || (plan.most_back > 0 && !scatter_returning_)) return start_sum(flat);
     DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
     chain_->check();
     const std::shared_ptr<CarriedErrors> errors = errors_of(flat);
-    return std::make_unique<WireScatter>(flat, std::move(plan), errors.get(), group_, scatter_returning_);
+    auto reduce = start_wire_scatter(flat, format_, *ranges, errors.get(), group_, scatter_returning_);
+    return reduce ? std::move(reduce) : start_sum(flat);
   }
 
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {

@@ -17,7 +17,7 @@
 #include "ddp/bucket_plan.h"
 #include "ddp/progress.h"
 #include "ddp/reducer.h"
-#include "ddp/transport/peer_process.h"
+#include "ddp/transport/processes.h"
 #include "ddp/transport/shm/shm_segment.h"
 #include "ddp/transport/transport.h"
 

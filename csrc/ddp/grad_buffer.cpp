@@ -12,7 +12,7 @@
 #include "base/check.h"
 #include "ddp/errors.h"
 #include "ddp/tensors.h"
-#include "ddp/transport/range_calls.h"
+#include "ddp/transport/rank_ranges.h"
 
 namespace drivetrain::ddp {
 namespace {

@@ -29,8 +29,7 @@
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
-#include "ddp/transport/cores.h"
-#include "ddp/transport/peer_process.h"
+#include "ddp/transport/processes.h"
 #include "ddp/transport/rank_sum.h"
 #include "ddp/transport/shm/shm_exchange.h"
 #include "ddp/transport/shm/shm_residency.h"

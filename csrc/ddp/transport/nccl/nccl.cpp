@@ -21,7 +21,7 @@
 #include "base/torch_text.h"
 #include "ddp/transport/nccl/nccl_communicator.h"
 #include "ddp/transport/profiler_record.h"
-#include "ddp/transport/range_calls.h"
+#include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/transport.h"
 
 namespace drivetrain::ddp {

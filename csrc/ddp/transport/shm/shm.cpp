@@ -14,10 +14,9 @@
 #include <utility>
 
 #include "base/check.h"
-#include "ddp/transport/cores.h"
-#include "ddp/transport/peer_process.h"
+#include "ddp/transport/processes.h"
 #include "ddp/transport/profiler_record.h"
-#include "ddp/transport/renumbered_ranges.h"
+#include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/shm/host_link.h"
 #include "ddp/transport/shm/shm_exchange.h"
 #include "ddp/transport/shm/shm_segment.h"

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "ddp/transport/range_calls.h"
+#include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/transport.h"
 
 namespace drivetrain::ddp {

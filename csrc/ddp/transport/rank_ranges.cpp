@@ -1,8 +1,9 @@
-// Divides ranges of ranks into calls of collectives.
-#include "ddp/transport/range_calls.h"
+// Renumbers ranges of ranks, and divides them into calls of collectives.
+#include "ddp/transport/rank_ranges.h"
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "base/check.h"
 
@@ -61,6 +62,26 @@ std::vector<RangeCall> scatter_calls(const RankRanges& ranges, int64_t bytes, in
   add_gap_before(bytes);
   const bool are_small = static_cast<int64_t>(calls.size()) * kBytesPerCall > bytes && calls.size() > 1;
   return are_small ? std::vector<RangeCall>() : calls;
+}
+
+RankRanges renumbered(const RankRanges& ranges, const std::vector<int>& numbers) {
+  RankRanges found;
+  for (const RankRange& range : ranges) {
+    RankRange next = {range.begin, range.end, numbers[range.rank]};
+    for (const int rank : range.also) {
+      const int number = numbers[rank];
+      const bool is_known =
+          number == next.rank || std::find(next.also.begin(), next.also.end(), number) != next.also.end();
+      if (!is_known) next.also.push_back(number);
+    }
+    RankRange* const last = found.empty() ? nullptr : &found.back();
+    if (last != nullptr && last->end == next.begin && last->rank == next.rank && last->also == next.also) {
+      last->end = next.end;
+    } else {
+      found.push_back(std::move(next));
+    }
+  }
+  return found;
 }
 
 }  // namespace drivetrain::ddp

@@ -1,8 +1,10 @@
-// Declares which cores processes may use, and a test that each can have a core of its own.
+// Declares facts about processes of this host: the cores that they may use, and whether they have ended.
 #pragma once
 
 #include <cstdint>
 #include <vector>
+
+#include "ddp/transport/shm/shm_segment.h"
 
 namespace drivetrain::ddp {
 
@@ -20,5 +22,19 @@ CoreSet cores_of_this_thread();
 
 // Returns true if all processes can run at once, each on a core of its own.
 bool is_a_core_for_each(const std::vector<CoreSet>& processes);
+
+// Follows one process, and no later process of the same number.
+class PeerProcess {
+ public:
+  // Throws EnvironmentError if there is no such process.
+  explicit PeerProcess(int64_t pid);
+  // Costs one system call, or three where the kernel or a sandbox has no pidfd_open.
+  bool has_ended() const;
+
+ private:
+  int64_t pid_;
+  Descriptor descriptor_;    // readable once the process has ended; none without pidfd_open
+  uint64_t started_at_ = 0;  // used without a descriptor; clock ticks since boot
+};
 
 }  // namespace drivetrain::ddp

@@ -15,7 +15,6 @@
 #include "ddp/grad_buffer.h"
 #include "ddp/parameter.h"
 #include "ddp/step_streams.h"
-#include "ddp/step_times.h"
 
 namespace drivetrain::ddp {
 

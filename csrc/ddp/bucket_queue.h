@@ -17,7 +17,6 @@
 #include "ddp/parameter.h"
 #include "ddp/step_gradients.h"
 #include "ddp/step_streams.h"
-#include "ddp/step_times.h"
 #include "ddp/transport/comm_hook.h"
 #include "ddp/used_parameters.h"
 

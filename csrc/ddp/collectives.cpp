@@ -10,7 +10,7 @@
 
 #include "base/check.h"
 #include "base/write_cuda.h"
-#include "ddp/parameter_claims.h"
+#include "ddp/parameter.h"
 
 namespace drivetrain::ddp {
 

@@ -6,10 +6,11 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <utility>
-#include <variant>
 
 #include "base/check.h"
 #include "base/held_function.h"
@@ -32,19 +33,17 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       int64_t check_replicas_every, NamedTensors frozen, bool plan_from_measurement,
                                       std::string wrapper, bool gradients_stay_views) {
   const py::gil_scoped_release no_gil;
-  std::shared_ptr<Reducer> reducer =
-      Reducer::make(std::move(params), std::move(names), std::move(comm),
-                    {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse),
-                     check_replicas_every, plan_from_measurement, std::move(wrapper), gradients_stay_views});
-  reducer->with_parts([&](ReducerParts& parts) { parts.frozen = std::move(frozen); });
-  return reducer;
+  return Reducer::make(
+      std::move(params), std::move(names), std::move(comm),
+      {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every,
+       plan_from_measurement, std::move(wrapper), gradients_stay_views, std::move(frozen)});
 }
 
 // torch's own class gives Python's hooks a real dist.GradBucket.
 void set_python_hook(Reducer& reducer, py::object state, py::object hook, std::vector<int64_t> first_caps) {
   auto native = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
   const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { set_hook(parts, std::move(native), std::move(first_caps)); });
+  reducer.set_hook(std::move(native), std::move(first_caps));
 }
 
 // Returns the Python function as one for native code, which calls it without the GIL.
@@ -56,43 +55,21 @@ std::function<Result(Args...)> native_call(py::function function) {
   };
 }
 
-void set_are_held(Reducer& reducer, py::function are_held) {
-  const auto call = native_call<bool, const std::vector<at::Tensor>&>(std::move(are_held));
-  const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.buffer.settings.are_held = call; });
-}
-
-void set_ended_ranks(Reducer& reducer, py::function ended_ranks) {
-  const auto call = native_call<std::string>(std::move(ended_ranks));
-  const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.collectives.set_ended_ranks(call); });
-}
-
-void set_connect(Reducer& reducer, py::function connect) {
-  const auto call = native_call<std::string>(std::move(connect));
-  const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.connect = call; });
-}
-
-void set_on_moved(Reducer& reducer, py::function on_moved) {
-  const auto call = native_call<void, const std::vector<at::Tensor>&>(std::move(on_moved));
-  const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.buffer.settings.on_moved = call; });
+// Binds a method that takes a function, for one of Python.
+template <class Result, class... Args>
+auto taking_function(void (ReducerState::*method)(std::function<Result(Args...)>)) {
+  return [method](Reducer& reducer, py::function function) {
+    auto call = native_call<Result, Args...>(std::move(function));
+    const py::gil_scoped_release no_gil;
+    (reducer.*method)(std::move(call));
+  };
 }
 
 void set_on_reduced(Reducer& reducer, std::optional<py::function> on_reduced) {
-  std::function<void(const std::vector<size_t>&, bool)> call;
-  if (on_reduced) {
-    call = native_call<void, const std::vector<size_t>&, bool>(std::move(*on_reduced));
-  }
+  BucketQueue::OnReduced call;
+  if (on_reduced) call = native_call<void, const std::vector<size_t>&, bool>(std::move(*on_reduced));
   const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.set_on_reduced(std::move(call)); });
-}
-
-// Expects gradients of that dtype from torch's hooks, by _autograd_hook().
-void set_mixed_precision(Reducer& reducer, at::ScalarType dtype) {
-  reducer.remove_autograd_hooks();
-  reducer.with_parts([&](ReducerParts& parts) { parts.set_mixed_precision(dtype); });
+  reducer.set_on_reduced(std::move(call));
 }
 
 using PlainRanges = std::vector<std::tuple<int64_t, int64_t, std::vector<int>>>;  // begin, end, ranks
@@ -106,37 +83,11 @@ RankRanges rank_ranges(const PlainRanges& plain) {
   return ranges;
 }
 
-// Lets each rank keep a part of every reduced gradient only. kept: by parameter, (begin, end, ranks) in elements. Takes
-// effect with the next layout of the buffer, which set_on_reduced() makes.
+// kept: by parameter, (begin, end, ranks) in elements.
 void set_kept(Reducer& reducer, const std::vector<PlainRanges>& kept) {
-  reducer.with_parts([&](ReducerParts& parts) {
-    DT_INVARIANT(kept.size() == parts.params.size());
-    parts.buffer.settings.kept.clear();
-    for (const PlainRanges& ranges : kept) parts.buffer.settings.kept.push_back(rank_ranges(ranges));
-  });
-}
-
-// Tells how to take parts of earlier reduced gradients out of `.grad`. Their owner also divides weighted sums.
-void set_put_aside(Reducer& reducer, py::function put_aside) {
-  const auto call = native_call<void>(std::move(put_aside));
-  const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) {
-    parts.put_aside = call;
-    parts.weights.leave_to_owner();
-  });
-}
-
-// Returns the sum of weights and the number of ranks that hold gradients: two numbers, or float64 [2] on a device.
-std::variant<std::pair<double, double>, at::Tensor> weighted_total(ReducerParts& parts) {
-  const WeightedMean::Total& total = parts.weights.total();
-  if (total.on_device.defined()) return total.on_device;
-  return std::make_pair(total.weight, total.holding);
-}
-
-void add_end_callback(Reducer& reducer, py::function callback) {
-  const auto call = native_call<void>(std::move(callback));
-  const py::gil_scoped_release no_gil;
-  reducer.with_parts([&](ReducerParts& parts) { parts.end_callbacks.push_back(call); });
+  std::vector<RankRanges> ranges;
+  std::transform(kept.begin(), kept.end(), std::back_inserter(ranges), rank_ranges);
+  reducer.set_kept(std::move(ranges));
 }
 
 std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::string& backend,
@@ -280,20 +231,11 @@ py::tuple plan_measured(const PlainSizes& sizes, const std::vector<int64_t>& ord
   return py::make_tuple(plain(buckets), ends);
 }
 
-// Binds a call on the reducer's parts, under its mutex.
-template <class Result, class... Args>
-auto with_parts(Result (*call)(ReducerParts&, Args...)) {
-  return [call](Reducer& reducer, Args... args) {
-    return reducer.with_parts([&](ReducerParts& parts) { return call(parts, std::forward<Args>(args)...); });
-  };
-}
-
 // python/drivetrain/ddp/reducer.py adds the methods that need torch's Python objects.
 void register_reducer(py::module_& m) {
   // Calls release the GIL: an autograd thread that holds the reducer's mutex may want the GIL. pybind11 registers a new
   // object within its constructor's call, so that constructors release it inside, around their work.
   using no_gil = py::call_guard<py::gil_scoped_release>;
-  using Parts = ReducerParts;
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
@@ -311,71 +253,61 @@ void register_reducer(py::module_& m) {
           "_autograd_hook", [](Reducer& reducer, size_t index) { reducer.on_gradient(index); }, py::arg("index"),
           no_gil())
       .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, no_gil())
-      .def("_reset_state", with_parts(+[](Parts& parts) { parts.reset_state(); }), no_gil())
-      .def("_check_reducer_finalized", with_parts(+[](Parts& parts) { parts.check_finalized(); }), no_gil())
-      .def("announce_buffers",
-           with_parts(+[](Parts& parts) { parts.collectives.announce(Purpose::kBuffers, "the broadcast of buffers"); }),
-           no_gil())
-      .def("announce_agreement", with_parts(+[](Parts& parts) {
-             parts.collectives.announce(Purpose::kAgreement, "the agreement on whether to synchronize, in join(),");
-           }),
-           no_gil())
-      .def("difference", with_parts(+[](Parts& parts) { return parts.collectives.difference(); }), no_gil())
+      .def("_reset_state", &Reducer::reset_state, no_gil())
+      .def("_check_reducer_finalized", &Reducer::check_finalized, no_gil())
+      .def(
+          "announce_buffers",
+          [](Reducer& reducer) { reducer.announce_collective(Purpose::kBuffers, "the broadcast of buffers"); },
+          no_gil())
+      .def(
+          "announce_agreement",
+          [](Reducer& reducer) {
+            reducer.announce_collective(Purpose::kAgreement, "the agreement on whether to synchronize, in join(),");
+          },
+          no_gil())
+      .def("difference", &Reducer::difference, no_gil())
       .def("set_sync", &Reducer::set_sync, py::arg("sync"))
       .def("set_python_hook", &set_python_hook, py::arg("state"), py::arg("hook"), py::arg("first_caps"))
-      .def("set_comm", with_parts(+[](Parts& parts, std::shared_ptr<Comm> comm) { parts.set_comm(std::move(comm)); }),
-           py::arg("comm"), no_gil())
-      .def("set_connect", &set_connect, py::arg("connect"))
-      .def("set_are_held", &set_are_held, py::arg("are_held"))
-      .def("set_ended_ranks", &set_ended_ranks, py::arg("ended_ranks"))
-      .def("set_on_moved", &set_on_moved, py::arg("on_moved"))
+      .def("set_comm", &Reducer::set_comm, py::arg("comm"), no_gil())
+      .def("set_connect", taking_function(&Reducer::set_connect), py::arg("connect"))
+      .def("set_are_held", taking_function(&Reducer::set_are_held), py::arg("are_held"))
+      .def("set_ended_ranks", taking_function(&Reducer::set_ended_ranks), py::arg("ended_ranks"))
+      .def("set_on_moved", taking_function(&Reducer::set_on_moved), py::arg("on_moved"))
       .def("set_on_reduced", &set_on_reduced, py::arg("on_reduced"))
       .def("set_kept", &set_kept, py::arg("kept"), no_gil())
-      .def("set_put_aside", &set_put_aside, py::arg("put_aside"))
-      .def("weighted_total", with_parts(&weighted_total), no_gil())
-      .def("note_found", with_parts(+[](Parts& parts, const at::Tensor& found, bool by_weighted) {
-             parts.weights.note_found(found, by_weighted);
-           }),
-           py::arg("found"), py::arg("by_weighted"), no_gil())
-      .def("add_end_callback", &add_end_callback, py::arg("callback"))
-      .def("set_gradient_check", with_parts(+[](Parts& parts, bool skips, double spike_factor) {
-             parts.check.set_options({skips ? GradientCheck::Mode::kSkip : GradientCheck::Mode::kRaise, spike_factor});
-           }),
-           py::arg("skips"), py::arg("spike_factor"), no_gil())
-      .def("_set_static_graph", with_parts(+[](Parts& parts) { parts.set_static_graph(); }), no_gil())
-      .def("_set_optimizer_in_backward", with_parts(+[](Parts& parts) { parts.optimizer_in_backward = true; }),
-           no_gil())
-      .def("_set_mixed_precision_param_dtype", &set_mixed_precision, py::arg("dtype"), no_gil())
+      .def("set_put_aside", taking_function(&Reducer::set_put_aside), py::arg("put_aside"))
+      .def("weighted_total", &Reducer::weighted_total, no_gil())
+      .def("note_found", &Reducer::note_found, py::arg("found"), py::arg("by_weighted"), no_gil())
+      .def("add_end_callback", taking_function(&Reducer::add_end_callback), py::arg("callback"))
+      .def(
+          "set_gradient_check",
+          [](Reducer& reducer, bool skips, double spike_factor) {
+            using Mode = GradientCheck::Mode;
+            reducer.set_gradient_check({skips ? Mode::kSkip : Mode::kRaise, spike_factor});
+          },
+          py::arg("skips"), py::arg("spike_factor"), no_gil())
+      .def("_set_static_graph", &Reducer::set_static_graph, no_gil())
+      .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward, no_gil())
+      .def("_set_mixed_precision_param_dtype", &Reducer::set_mixed_precision, py::arg("dtype"), no_gil())
       // Ranks that have run out of inputs.
-      .def("set_joining", with_parts(+[](Parts& parts, int64_t divisor) { parts.uneven.set_joining(divisor); }),
-           py::arg("divisor"), no_gil())
-      .def("shadow_planning", with_parts(+[](Parts& parts) { parts.uneven.shadow_planning(); }), no_gil())
-      .def("reduce_zeros", with_parts(+[](Parts& parts, size_t bucket, bool as_sum) {
-             return parts.uneven.reduce_zeros(bucket, as_sum);
-           }),
-           py::arg("bucket"), py::arg("as_sum"), no_gil())
-      .def("wait_for_zeros", with_parts(+[](Parts& parts, size_t bucket, PendingReduce& reduce) {
-             parts.uneven.wait_for_zeros(bucket, reduce);
-           }),
-           py::arg("bucket"), py::arg("reduce"), no_gil())
-      .def("shadow_used_map", with_parts(+[](Parts& parts) { parts.uneven.shadow_used_map(); }), no_gil())
-      .def("_push_all_rebuilt_params", with_parts(+[](Parts& parts) { parts.uneven.count_shadowed_step(); }), no_gil())
-      .def("times", with_parts(+[](Parts& parts) { return parts.last; }), no_gil())
+      .def("set_joining", &Reducer::set_joining, py::arg("divisor"), no_gil())
+      .def("shadow_planning", &Reducer::shadow_planning, no_gil())
+      .def("reduce_zeros", &Reducer::reduce_zeros, py::arg("bucket"), py::arg("as_sum"), no_gil())
+      .def("wait_for_zeros", &Reducer::wait_for_zeros, py::arg("bucket"), py::arg("reduce"), no_gil())
+      .def("shadow_used_map", &Reducer::shadow_used_map, no_gil())
+      .def("_push_all_rebuilt_params", &Reducer::count_shadowed_step, no_gil())
+      .def("times", &Reducer::times, no_gil())
       .def("progress", &Reducer::progress)
-      .def("plan_report", with_parts(+[](Parts& parts) { return parts.planner.report(); }), no_gil())
-      .def("buckets", with_parts(+[](Parts& parts) { return parts.buffer.infos(); }), no_gil())
-      .def("buffer_bytes", with_parts(+[](Parts& parts) { return parts.buffer.bytes(); }), no_gil())
-      .def("gradient_views", with_parts(+[](Parts& parts) { return parts.buffer.views(); }), no_gil())
-      .def("has_rebuilt_buckets", with_parts(+[](Parts& parts) { return parts.planner.has_rebuilt(); }), no_gil())
-      .def("skipped_steps", with_parts(+[](Parts& parts) {
-             return std::make_pair(parts.check.skipped_steps(), parts.check.last_skipped());
-           }),
-           no_gil())
-      .def("last_error", with_parts(+[](Parts& parts) { return parts.errors.message(); }), no_gil())
-      .def("is_graph_known", with_parts(+[](Parts& parts) { return parts.used.graph() == Graph::kStaticKnown; }),
-           no_gil())
-      .def("_ddp_graph_static", with_parts(+[](Parts& parts) { return parts.used.has_stayed_the_same(); }), no_gil())
-      .def("_get_local_used_map", with_parts(+[](Parts& parts) { return parts.used.map(); }), no_gil());
+      .def("plan_report", &Reducer::plan_report, no_gil())
+      .def("buckets", &Reducer::buckets, no_gil())
+      .def("buffer_bytes", &Reducer::buffer_bytes, no_gil())
+      .def("gradient_views", &Reducer::gradient_views, no_gil())
+      .def("has_rebuilt_buckets", &Reducer::has_rebuilt_buckets, no_gil())
+      .def("skipped_steps", &Reducer::skipped_steps, no_gil())
+      .def("last_error", &Reducer::last_error, no_gil())
+      .def("is_graph_known", &Reducer::is_graph_known, no_gil())
+      .def("_ddp_graph_static", &Reducer::has_graph_stayed_the_same, no_gil())
+      .def("_get_local_used_map", &Reducer::used_map, no_gil());
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ double sum_of_squares(const at::Tensor& values) {
 
 }  // namespace
 
-void GradientCheck::begin_step(bool is_joining) {
+void GradientCheck::begin_step(BackwardKind /*kind*/, bool is_joining) {
   findings_ = at::Tensor();
   if (!is_on() || is_joining) return;
   findings_ =
@@ -166,11 +166,6 @@ std::string GradientCheck::describe(const std::vector<Finding>& findings) const 
     }
   }
   return out;
-}
-
-void GradientCheck::note_skipped(std::string why) {
-  ++skipped_steps_;
-  last_skipped_ = std::move(why);
 }
 
 }  // namespace drivetrain::ddp

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ddp/grad_buffer.h"
@@ -44,8 +45,7 @@ class GradientCheck : public SideSum {
 
   // ---- A step, in the order of calls.
 
-  // Ranks check nothing while some have run out of inputs.
-  void begin_step(bool is_joining);
+  void begin_step(BackwardKind kind, bool is_joining) override;
   // Returns true if this step is checked.
   bool is_due() const override { return findings_.defined(); }
   // The bucket's values must be this rank's own.
@@ -57,9 +57,9 @@ class GradientCheck : public SideSum {
   // Describes findings: "rank 3 has a gradient that is not finite (nan or inf) for 'layer.weight'; ...".
   std::string describe(const std::vector<Finding>& findings) const;
   // Counts a step whose gradients were dropped.
-  void note_skipped(std::string why);
-  int64_t skipped_steps() const { return skipped_steps_; }
-  const std::string& last_skipped() const { return last_skipped_; }
+  void note_skipped(std::string why) { skipped_ = {skipped_.first + 1, std::move(why)}; }
+  // Returns their number, and why the last one's were.
+  const std::pair<int64_t, std::string>& skipped_steps() const { return skipped_; }
 
  private:
   at::Tensor values() override { return findings_; }
@@ -79,8 +79,7 @@ class GradientCheck : public SideSum {
   std::vector<double> norms_;               // by bucket, of this step
   std::vector<std::vector<double>> known_;  // by bucket: norms of the last steps without findings
   std::vector<int64_t> known_bytes_;        // by bucket: a plan with other buckets starts anew
-  int64_t skipped_steps_ = 0;
-  std::string last_skipped_;
+  std::pair<int64_t, std::string> skipped_;
 };
 
 }  // namespace drivetrain::ddp

@@ -14,6 +14,7 @@
 
 #include "base/check.h"
 #include "base/grad_accumulator.h"
+#include "ddp/tensors.h"
 #include "grad/fuse_wgrad.h"
 
 namespace drivetrain::ddp {
@@ -26,22 +27,23 @@ using torch::distributed::autograd::ThreadLocalDistAutogradContext;
 
 // ---- Hooks.
 
-// Runs before a gradient is accumulated. A change of the parameter until Hook runs is the work of a hook. Earlier ones
-// need not be, as a checkpointed forward runs again inside backward and may write parameters.
-class Reducer::ArrivalHook : public torch::autograd::FunctionPreHook {
+// Calls a function with the reducer, under its mutex, before a node of the graph runs.
+class Reducer::PreHook : public torch::autograd::FunctionPreHook {
  public:
-  ArrivalHook(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
+  PreHook(std::weak_ptr<Reducer> reducer, std::function<void(Reducer&)> call)
+      : reducer_(std::move(reducer)), call_(std::move(call)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
     if (const auto reducer = reducer_.lock()) {
-      reducer->with_parts([this](ReducerParts& parts) { parts.gradients.note_arrival(index_); });
+      const Lock lock(reducer->mutex_);
+      call_(*reducer);
     }
     return grads;
   }
 
  private:
-  const std::weak_ptr<Reducer> reducer_;
-  const size_t index_;
+  const std::weak_ptr<Reducer> reducer_;  // weak: a graph may outlive the wrapper
+  const std::function<void(Reducer&)> call_;
 };
 
 // Runs after a gradient has been accumulated. It implements nothing for compiled autograd, which therefore refuses it
@@ -62,52 +64,48 @@ class Reducer::Hook : public torch::autograd::FunctionPostHook, public grad::Has
   at::Tensor gradient_view() override {
     const auto reducer = reducer_.lock();
     if (!reducer) return {};
-    return reducer->with_parts([this](ReducerParts& parts) { return parts.free_region(index_); });
-  }
-
- private:
-  const std::weak_ptr<Reducer> reducer_;  // weak: a graph may outlive the wrapper
-  const size_t index_;
-};
-
-// Runs on a node that makes an output of the wrapper's forward. A backward through this node is that forward's.
-class Reducer::OutputHook : public torch::autograd::FunctionPreHook {
- public:
-  explicit OutputHook(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
-
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    if (const auto reducer = reducer_.lock()) reducer->on_output();
-    return grads;
+    const Lock lock(reducer->mutex_);
+    return reducer->free_region(index_);
   }
 
  private:
   const std::weak_ptr<Reducer> reducer_;
+  const size_t index_;
 };
 
 std::shared_ptr<Reducer> Reducer::make(std::vector<at::Tensor> params, std::vector<std::string> names,
                                        std::shared_ptr<Comm> comm, ReducerOptions options) {
   std::shared_ptr<Reducer> reducer(
       new Reducer(std::move(params), std::move(names), std::move(comm), std::move(options)));
-  for (Parameter& param : reducer->parts_.params) {
+  for (size_t i = 0; i < reducer->params_.size(); ++i) {
+    Parameter& param = reducer->params_[i];
     param.accumulator = grad_accumulator_of(param.tensor);
-    auto hook = std::make_unique<Hook>(reducer, reducer->hooks_.size());
-    auto arrival = std::make_unique<ArrivalHook>(reducer, reducer->hooks_.size());
+    // Runs before a gradient is accumulated. A change of the parameter until Hook runs is the work of a hook. Earlier
+    // ones need not be, as a checkpointed forward runs again inside backward and may write parameters.
+    auto arrival = std::make_unique<PreHook>(reducer, [i](Reducer& of) { of.gradients_.note_arrival(i); });
     reducer->arrival_hooks_.push_back(arrival.get());
     param.accumulator->add_pre_hook(std::move(arrival));
-    reducer->hooks_.push_back(param.accumulator->add_post_hook(std::move(hook)));
+    reducer->hooks_.push_back(param.accumulator->add_post_hook(std::make_unique<Hook>(reducer, i)));
   }
   return reducer;
 }
 
-Reducer::Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::shared_ptr<Comm> comm,
-                 ReducerOptions options)
-    : parts_(std::move(params), std::move(names), std::move(comm), std::move(options)) {}
-
 Reducer::~Reducer() { remove_hooks(); }
+
+// Calls the body under the mutex once the current backward has ended, if the reducer exists then.
+void Reducer::at_end_of_backward(std::function<void()> body) {
+  Engine::get_default_engine().queue_callback([weak = weak_from_this(), body = std::move(body)] {
+    if (const auto self = weak.lock()) {
+      const Lock lock(self->mutex_);
+      const at::NoGradGuard no_grad_tracking;
+      body();
+    }
+  });
+}
 
 void Reducer::remove_hooks() {
   for (size_t i = 0; i < hooks_.size(); ++i) {
-    torch::autograd::Node& accumulator = *parts_.params[i].accumulator;
+    torch::autograd::Node& accumulator = *params_[i].accumulator;
     accumulator.del_post_hook(hooks_[i]);
     auto& before = accumulator.pre_hooks();
     const auto is_ours = [&](const auto& hook) { return hook.get() == arrival_hooks_[i]; };
@@ -116,39 +114,47 @@ void Reducer::remove_hooks() {
   hooks_.clear();
 }
 
+void Reducer::set_mixed_precision(at::ScalarType dtype) {
+  const Lock lock(mutex_);
+  remove_autograd_hooks();
+  buffer_.settings.low_precision = dtype;
+  planner_.start_over();
+  queue_.reset();
+}
+
 void Reducer::remove_autograd_hooks() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   remove_hooks();
-  for (Parameter& param : parts_.params) param.accumulator.reset();
-  parts_.reset();
+  for (Parameter& param : params_) param.accumulator.reset();
+  reset();
 }
 
 // ---- 1. The forward.
 
 void Reducer::prepare_for_forward() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  parts_.errors.note([&] { parts_.check_given_up(); });
-  parts_.now = StepTimes{clock_ns()};
-  parts_.collectives.move_to(Progress::kForward);
+  const Lock lock(mutex_);
+  errors_.note([&] { check_given_up(); });
+  now_ = StepTimes{clock_ns()};
+  collectives_.move_to(Progress::kForward);
 }
 
 std::vector<std::string> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<std::string> unfrozen;
-  parts_.errors.note([&] {
-    if (parts_.phase == StepPhase::kRunning) parts_.end_interrupted_step();
-    parts_.weights.check_late();
-    if (!parts_.buffer.settings.low_precision.has_value()) {
-      for (const Parameter& param : parts_.params) check_hooked(param);
+  errors_.note([&] {
+    if (phase_ == StepPhase::kRunning) end_interrupted_step();
+    weights_.check_late();
+    if (!buffer_.settings.low_precision.has_value()) {
+      for (const Parameter& param : params_) check_hooked(param);
     }
-    unfrozen = take_unfrozen(parts_.frozen);
-    parts_.reset();
-    parts_.has_begun = true;
-    ++parts_.forwards;
+    unfrozen = take_unfrozen(options_.frozen);
+    reset();
+    has_begun_ = true;
+    ++forwards_;
     // After several forwards the order of their backwards is unknown. Unused parameters are then found at the end.
-    if (parts_.used.may_change() && parts_.forwards == 1) parts_.used.search(outputs);
-    parts_.phase = StepPhase::kPrepared;
-    parts_.collectives.move_to(Progress::kBackward);
+    if (used_.may_change() && forwards_ == 1) used_.search(outputs);
+    phase_ = StepPhase::kPrepared;
+    collectives_.move_to(Progress::kBackward);
   });
   return unfrozen;
 }
@@ -158,7 +164,8 @@ void Reducer::announce(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
     torch::autograd::Node* const node = output.grad_fn().get();
     if (node == nullptr || node == last) continue;
-    node->add_pre_hook(std::make_unique<OutputHook>(weak_from_this()));
+    // A backward through this node is that forward's.
+    node->add_pre_hook(std::make_unique<PreHook>(weak_from_this(), [](Reducer& of) { of.on_output(); }));
     last = node;
   }
 }
@@ -166,85 +173,83 @@ void Reducer::announce(const std::vector<at::Tensor>& outputs) {
 // ---- 2. Gradients come.
 
 void Reducer::on_gradient(size_t index, bool came, const at::Tensor& grad) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  parts_.gradients.note_accumulation(index, grad);
+  const Lock lock(mutex_);
+  gradients_.note_accumulation(index, grad);
   const at::NoGradGuard no_grad_tracking;
-  parts_.errors.note([&] { take_gradient(index, came); });
+  errors_.note([&] { take_gradient(index, came); });
 }
 
 void Reducer::take_gradient(size_t index, bool came) {
-  const Parameter& param = parts_.params[index];
-  parts_.weights.check_gradient(index);
+  const Parameter& param = params_[index];
+  weights_.check_gradient(index);
   auto rpc_context = ThreadLocalDistAutogradContext::getContextPtr();
   const bool has_grad = rpc_context ? came : param.tensor.grad().defined();
-  if (has_grad) parts_.used.note_used(index);
-  if (parts_.phase == StepPhase::kIdle) {
-    AnnouncedBackward& announced = parts_.announced;
+  if (has_grad) used_.note_used(index);
+  if (phase_ == StepPhase::kIdle) {
+    AnnouncedBackward& announced = announced_;
     if (announced.is_under_way) {
       announced.has_gradient = true;
-      if (torch::autograd::get_current_graph_task_id() == announced.task) parts_.check_unconsumed(index, came);
+      if (torch::autograd::get_current_graph_task_id() == announced.task) check_unconsumed(index, came);
     }
-    const bool moves = has_grad && !param.sparse && !rpc_context && !parts_.buffer.settings.reuses_memory;
-    if (moves) parts_.gradients.take(index, 1);
+    const bool moves = has_grad && !param.sparse && !rpc_context && !buffer_.settings.reuses_memory;
+    if (moves) gradients_.take(index, 1);
     return;
   }
-  if (rpc_context && parts_.buffer.settings.reuses_memory) {
+  if (rpc_context && buffer_.settings.reuses_memory) {
     throw_unsupported(
         "optimizer.step_in_backward() does not go together with distributed autograd (torch.distributed.autograd), "
         "which keeps gradients to itself: step after backward.");
   }
-  parts_.gradients.store().use(std::move(rpc_context));
-  if (parts_.phase == StepPhase::kPrepared) begin_backward();
-  parts_.streams.note(param.tensor.device());
-  parts_.check_unconsumed(index, came);
-  parts_.planner.note_order(index);
-  if (!parts_.used.count_hook(index)) return;
-  parts_.gradients[index].without_grad = !has_grad;
+  gradients_.store().use(std::move(rpc_context));
+  if (phase_ == StepPhase::kPrepared) begin_backward();
+  streams_.note(param.tensor.device());
+  check_unconsumed(index, came);
+  planner_.note_order(index);
+  if (!used_.count_hook(index)) return;
+  gradients_[index].without_grad = !has_grad;
   mark_ready(index);
-  parts_.planner.note_time(index, parts_.now);
+  planner_.note_time(index, now_);
   start_full_buckets_in_backward();
 }
 
 void Reducer::begin_backward() {
-  parts_.check_given_up();
-  parts_.has_begun = true;
-  parts_.collectives.move_to(Progress::kGradients);
-  parts_.rebuild_buckets();
-  for (const auto& [device, memory] : parts_.buffer.memory()) parts_.streams.note(memory.device());
-  parts_.phase = StepPhase::kRunning;
-  parts_.planner.begin_step();
-  parts_.now.buckets_reduced = 0;
-  parts_.now.exposed = 0;
-  parts_.now.backward_start = clock_ns();
+  check_given_up();
+  has_begun_ = true;
+  collectives_.move_to(Progress::kGradients);
+  rebuild_buckets();
+  for (const auto& [device, memory] : buffer_.memory()) streams_.note(memory.device());
+  phase_ = StepPhase::kRunning;
+  planner_.begin_step();
+  now_.buckets_reduced = 0;
+  now_.exposed = 0;
+  now_.backward_start = clock_ns();
   // After several forwards the first of several backwards may leave out what the others use. The unused parameters of a
   // static graph are known.
-  const bool may_differ = parts_.used.graph() != Graph::kStaticKnown;
-  if (parts_.forwards > 1 && parts_.options.find_unused_parameters && may_differ) mark_rest_unused_at_end();
-  parts_.weights.begin_step(parts_.kind);
-  parts_.queue.scaling() = parts_.choose_scaling();
-  parts_.replicas.begin_step(parts_.uneven.is_joining());
-  parts_.begin_gradient_check();
-  parts_.promise_collectives();
-  for (size_t index : parts_.used.take_unused()) {
-    parts_.gradients[index].without_grad = true;
+  const bool may_differ = used_.graph() != Graph::kStaticKnown;
+  if (forwards_ > 1 && options_.find_unused_parameters && may_differ) mark_rest_unused_at_end();
+  queue_.scaling() = choose_scaling();
+  begin_side_sums();
+  promise_collectives();
+  for (size_t index : used_.take_unused()) {
+    gradients_[index].without_grad = true;
     mark_ready(index);
   }
 }
 
 void Reducer::mark_ready(size_t index) {
-  const Parameter& param = parts_.params[index];
-  ParamStep& step = parts_.gradients[index];
+  const Parameter& param = params_[index];
+  ParamStep& step = gradients_[index];
   if (step.ready) fail_second_gradient(param);
   step.ready = true;
-  step.delegated = !parts_.claims.claim(param);
-  parts_.queue.add(index);
+  step.delegated = !claims_.claim(param);
+  queue_.add(index);
 }
 
 void Reducer::mark_rest_unused() {
-  for (size_t i = 0; i < parts_.params.size(); ++i) {
-    ParamStep& step = parts_.gradients[i];
+  for (size_t i = 0; i < params_.size(); ++i) {
+    ParamStep& step = gradients_[i];
     if (step.ready) continue;
-    const bool has_grad = parts_.gradients.store().is_context() || parts_.params[i].tensor.grad().defined();
+    const bool has_grad = gradients_.store().is_context() || params_[i].tensor.grad().defined();
     step.without_grad = step.fired == 0 || !has_grad;
     mark_ready(i);
   }
@@ -252,92 +257,80 @@ void Reducer::mark_rest_unused() {
 }
 
 void Reducer::mark_rest_unused_at_end() {
-  Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    const auto self = weak.lock();
-    if (!self) return;
-    const std::lock_guard<std::recursive_mutex> lock(self->mutex_);
-    if (self->parts_.used.graph() == Graph::kStaticUnknown) {
-      self->delay_all_reduce();
-      return;
+  at_end_of_backward([this] {
+    if (used_.graph() == Graph::kStaticUnknown) {
+      delay_all_reduce();
+    } else if (phase_ == StepPhase::kRunning && !queue_.have_all_started()) {
+      errors_.note([&] { mark_rest_unused(); });
     }
-    const at::NoGradGuard no_grad_tracking;
-    if (self->parts_.phase != StepPhase::kRunning || self->parts_.queue.have_all_started()) return;
-    self->parts_.errors.note([&] { self->mark_rest_unused(); });
   });
 }
 
 void Reducer::delay_all_reduce() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
-  const bool synchronizes = parts_.phase != StepPhase::kIdle;
-  if (parts_.used.graph() != Graph::kStaticUnknown || !synchronizes) return;
-  if (parts_.phase == StepPhase::kPrepared) begin_backward();
-  parts_.used.expect_as_counted();
-  parts_.errors.note([&] { mark_rest_unused(); });
+  const bool synchronizes = phase_ != StepPhase::kIdle;
+  if (used_.graph() != Graph::kStaticUnknown || !synchronizes) return;
+  if (phase_ == StepPhase::kPrepared) begin_backward();
+  used_.expect_as_counted();
+  errors_.note([&] { mark_rest_unused(); });
 }
 
 // ---- 3. Buckets start.
 
 // Returns true if this call started the last bucket, and with it what the step sums besides the buckets.
 bool Reducer::start_full_buckets() {
-  if (!parts_.queue.start_full()) return false;
-  parts_.now.backward_end = clock_ns();
-  for (SideSum* sum : parts_.side_sums) sum->start();
+  if (!queue_.start_full()) return false;
+  now_.backward_end = clock_ns();
+  for (SideSum* sum : side_sums_) sum->start();
   return true;
 }
 
 void Reducer::start_full_buckets_in_backward() {
   const bool have_all_started = start_full_buckets();
-  parts_.queue.hand_over_reduced();
+  queue_.hand_over_reduced();
   if (!have_all_started) return;
-  Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    const auto self = weak.lock();
-    if (!self) return;
-    const std::lock_guard<std::recursive_mutex> lock(self->mutex_);
-    const at::NoGradGuard no_grad_tracking;
-    self->parts_.errors.note([&] { self->finalize(); });
-  });
+  at_end_of_backward([this] { errors_.note([&] { finalize(); }); });
 }
 
 // ---- 4. The step ends.
 
 void Reducer::finalize() {
-  for (const auto& [device, memory] : parts_.buffer.memory()) parts_.streams.join(memory.device());
+  for (const auto& [device, memory] : buffer_.memory()) streams_.join(memory.device());
   {
-    const Stopwatch stopwatch(parts_.now.exposed);
-    parts_.wait_for_all();
+    const Stopwatch stopwatch(now_.exposed);
+    wait_for_all();
   }
-  parts_.collectives.count_step();  // also if an error follows: ranks must agree on the number
-  parts_.now.comm_end = clock_ns();
-  parts_.last = parts_.now;
-  parts_.planner.note_exposed(parts_.now.exposed);
+  collectives_.count_step();  // also if an error follows: ranks must agree on the number
+  now_.comm_end = clock_ns();
+  last_ = now_;
+  planner_.note_exposed(now_.exposed);
   try {
-    parts_.queue.take_hook_results();
+    queue_.take_hook_results();
   } catch (...) {
-    parts_.forget_step();
+    forget_step();
     throw;
   }
-  const bool drops_gradients = parts_.must_drop_gradients();
+  const bool drops_gradients = must_drop_gradients();
   // A hook has divided by the number of ranks already.
-  parts_.weights.divide(parts_.buffer, parts_.queue.has_hook() ? parts_.collectives.comm().size() : 1);
-  parts_.used.finish();
-  parts_.hand_back_gradients();
-  if (parts_.used.graph() == Graph::kStaticUnknown) parts_.used.set_graph(Graph::kStaticKnown);
-  parts_.queue.hand_over_rest();
-  if (drops_gradients) parts_.drop_gradients();
-  parts_.used.end_step();
-  parts_.weights.forget_weights();
-  if (parts_.uneven.is_joining()) parts_.planner.miss_times();
-  parts_.uneven.end_step();
-  parts_.forwards = 0;
-  parts_.mark_end();
-  const bool compares = parts_.replicas.pending() != nullptr;
-  const std::exception_ptr error = parts_.queue.take_hand_over_error();
-  const std::vector<std::function<void()>> callbacks = std::exchange(parts_.end_callbacks, {});
-  parts_.reset();
+  weights_.divide(buffer_, queue_.has_hook() ? collectives_.comm().size() : 1);
+  used_.finish();
+  hand_back_gradients();
+  if (used_.graph() == Graph::kStaticUnknown) used_.set_graph(Graph::kStaticKnown);
+  queue_.hand_over_rest();
+  if (drops_gradients) drop_gradients();
+  for (SideSum* sum : side_sums_) sum->end_step();
+  if (uneven_.is_joining) planner_.miss_times();
+  uneven_ = {};
+  forwards_ = 0;
+  mark_end();
+  const bool compares = replicas_.pending() != nullptr;
+  const std::exception_ptr error = queue_.take_hand_over_error();
+  const std::vector<std::function<void()>> callbacks = std::exchange(end_callbacks_, {});
+  reset();
   for (const auto& callback : callbacks) callback();
   if (error) std::rethrow_exception(error);
-  if (compares) parts_.replicas.compare(parts_.queue.last_position());
+  if (compares) replicas_.compare(queue_.last_position());
 }
 
 // ---- Backwards that no forward has prepared.
@@ -345,31 +338,26 @@ void Reducer::finalize() {
 // This backward is one of the wrapper's: a second one over the same outputs, or one whose forward ran under no_sync().
 // Hooks only collect until its end, so that reentrant checkpoints may bring several gradients of one parameter.
 void Reducer::on_output() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (parts_.phase != StepPhase::kIdle || !sync_ || parts_.buffer.settings.low_precision.has_value()) return;
+  if (phase_ != StepPhase::kIdle || !sync_ || buffer_.settings.low_precision.has_value()) return;
   if (ThreadLocalDistAutogradContext::getContextPtr()) return;
   const int task = torch::autograd::get_current_graph_task_id();
-  if (parts_.announced.is_under_way && parts_.announced.task == task) return;
-  parts_.announced = {.is_under_way = true, .task = task};
-  Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
-    if (const auto self = weak.lock()) self->reduce_announced(task);
-  });
+  if (announced_.is_under_way && announced_.task == task) return;
+  announced_ = {.is_under_way = true, .task = task};
+  at_end_of_backward([this, task] { reduce_announced(task); });
 }
 
 void Reducer::reduce_announced(int task) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!parts_.announced.is_under_way || parts_.announced.task != task) return;
-  parts_.announced.is_under_way = false;
+  if (!announced_.is_under_way || announced_.task != task) return;
+  announced_.is_under_way = false;
   // torch.autograd.grad() and backward(inputs=...) leave .grad alone.
-  if (!parts_.announced.has_gradient || parts_.phase != StepPhase::kIdle) return;
-  const at::NoGradGuard no_grad_tracking;
-  parts_.errors.note([&] {
-    parts_.reset();
-    if (parts_.used.graph() == Graph::kDynamic && !parts_.options.find_unused_parameters) {
-      for (size_t i = 0; i < parts_.params.size(); ++i) {
-        parts_.gradients[i].ready = parts_.params[i].tensor.grad().defined();
+  if (!announced_.has_gradient || phase_ != StepPhase::kIdle) return;
+  errors_.note([&] {
+    reset();
+    if (used_.graph() == Graph::kDynamic && !options_.find_unused_parameters) {
+      for (size_t i = 0; i < params_.size(); ++i) {
+        gradients_[i].ready = params_[i].tensor.grad().defined();
       }
-      if (!parts_.gradients.missing().empty()) parts_.fail_incomplete();
+      if (!gradients_.missing().empty()) fail_incomplete();
     }
     reduce_gradients(BackwardKind::kUnprepared);
   });
@@ -377,53 +365,123 @@ void Reducer::reduce_announced(int task) {
 
 // Reduces the gradients in `.grad` as a step of its own.
 void Reducer::reduce_gradients(BackwardKind kind) {
-  if (parts_.put_aside) parts_.put_aside();
-  parts_.planner.miss_times();
-  parts_.reset();
-  parts_.kind = kind;
+  if (put_aside_) put_aside_();
+  planner_.miss_times();
+  reset();
+  kind_ = kind;
   begin_backward();
-  for (size_t i = 0; i < parts_.params.size(); ++i) {
-    if (parts_.gradients[i].ready) continue;
-    parts_.gradients[i].without_grad = !parts_.params[i].tensor.grad().defined();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (gradients_[i].ready) continue;
+    gradients_[i].without_grad = !params_[i].tensor.grad().defined();
     mark_ready(i);
   }
   start_full_buckets();
-  const Graph graph = parts_.used.graph();
+  const Graph graph = used_.graph();
   finalize();
-  parts_.used.set_graph(graph);  // this step has not counted a static graph's hooks
+  used_.set_graph(graph);  // this step has not counted a static graph's hooks
 }
 
 // ---- Weighted backwards.
 
 void Reducer::begin_weighted(double weight, const WeightedMean::Holds& holds) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const bool is_used_early = parts_.queue.has_on_reduced() && !parts_.put_aside;
-  if (parts_.optimizer_in_backward || is_used_early || parts_.buffer.settings.low_precision.has_value()) {
+  const Lock lock(mutex_);
+  const bool is_used_early = queue_.has_on_reduced() && !put_aside_;
+  if (optimizer_in_backward_ || is_used_early || buffer_.settings.low_precision.has_value()) {
     throw UnsupportedError(
         "backward(loss, weight=...) does not go together with optimizers that run inside backward, nor with DDP's "
         "mixed_precision. Both use gradients before the sum of weights is known.");
   }
   const at::NoGradGuard no_grad_tracking;
-  parts_.weights.begin(weight, holds);
+  weights_.begin(weight, holds);
 }
 
 void Reducer::end_weighted(bool failed) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  parts_.weights.end(failed);
+  const Lock lock(mutex_);
+  weights_.end(failed);
   // Other ranks take part, even if the loss did not come out of this wrapper's forward.
-  const bool is_unreduced = parts_.phase == StepPhase::kIdle && parts_.weights.is_in_step_of_begin();
+  const bool is_unreduced = phase_ == StepPhase::kIdle && weights_.is_in_step_of_begin();
   if (!failed && sync_ && is_unreduced) reduce_collected();
-  parts_.weights.note_gradients();
+  weights_.note_gradients();
 }
 
 void Reducer::reduce_collected() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const Lock lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
-  parts_.errors.note([&] {
-    if (parts_.phase == StepPhase::kRunning) parts_.end_interrupted_step();
-    parts_.weights.count_nothing();
+  errors_.note([&] {
+    if (phase_ == StepPhase::kRunning) end_interrupted_step();
+    weights_.count_nothing();
     reduce_gradients(BackwardKind::kAny);
   });
+}
+
+// ---- Interrupted steps.
+
+void Reducer::reset_state() {
+  const Lock lock(mutex_);
+  drain();  // other ranks may be summing what lies in the buffer
+  if (phase_ == StepPhase::kRunning && queue_.have_all_started()) collectives_.count_step();  // the others finish it
+  forget_step();
+}
+
+void Reducer::check_finalized() {
+  const Lock lock(mutex_);
+  errors_.note([&] {
+    if (phase_ == StepPhase::kRunning) fail_incomplete();
+  });
+}
+
+// ---- Uneven inputs.
+
+void Reducer::shadow_planning() {
+  const Lock lock(mutex_);
+  const at::NoGradGuard no_grad_tracking;
+  errors_.note([&] { rebuild_buckets(); });
+}
+
+std::unique_ptr<PendingReduce> Reducer::reduce_zeros(size_t index, bool as_sum) {
+  const Lock lock(mutex_);
+  Bucket& bucket = buffer_.bucket(index);
+  if (bucket.sparse) {
+    bucket.flat = no_rows(params_[bucket.params[0]].tensor);
+  } else {
+    uneven_.kept.resize(buffer_.buckets().size());
+    for (size_t param : bucket.params) {
+      const at::Tensor& grad = params_[param].tensor.grad();
+      if (!uneven_.kept[index].defined() && grad.defined() && buffer_.is_in_place(param, grad)) {
+        uneven_.kept[index] = bucket.flat.clone();
+      }
+      buffer_.leave_to_holders(param);
+    }
+    bucket.flat.zero_();
+  }
+  Scaling scaling;
+  scaling.purpose = bucket_purpose();
+  scaling.as_sum = as_sum || !collectives_.comm().averages();
+  queue_.scaling() = scaling;
+  if (index == 0) {  // as the others do, where their backward begins
+    for (SideSum* sum : side_sums_) sum->begin_step(kind_, /*is_joining=*/true);
+    promise_collectives();
+  }
+  queue_.start(index);
+  return queue_.take_pending(index);
+}
+
+void Reducer::wait_for_zeros(size_t index, PendingReduce& reduce) {
+  const Lock lock(mutex_);
+  errors_.note([&] {
+    queue_.wait_for(index, reduce);
+    if (index >= uneven_.kept.size() || !uneven_.kept[index].defined()) return;
+    buffer_.bucket(index).flat.copy_(
+        uneven_.kept[index]);  // as in torch, this rank keeps the gradients of its last step
+    uneven_.kept[index] = at::Tensor();
+  });
+}
+
+void Reducer::count_shadowed_step() {
+  const Lock lock(mutex_);
+  planner_.miss_times();
+  collectives_.count_step();
+  reset();
 }
 
 }  // namespace drivetrain::ddp

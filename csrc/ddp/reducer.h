@@ -7,12 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "ddp/reducer_parts.h"
+#include "ddp/reducer_state.h"
 
 namespace drivetrain::ddp {
 
@@ -33,24 +31,14 @@ namespace drivetrain::ddp {
 // A static graph's first synchronized step counts how often each parameter's hook fires, and reduces everything at the
 // end of backward. Later steps wait for as many.
 //
-// Invariant: one mutex guards all parts. Hooks run on autograd's threads, without the GIL.
-class Reducer : public std::enable_shared_from_this<Reducer> {
+// Hooks run on autograd's threads, without the GIL.
+class Reducer : public ReducerState, public std::enable_shared_from_this<Reducer> {
  public:
   // params: the parameters that require a gradient, in registration order; names: theirs, for messages.
   static std::shared_ptr<Reducer> make(std::vector<at::Tensor> params, std::vector<std::string> names,
                                        std::shared_ptr<Comm> comm, ReducerOptions options);
   ~Reducer();
-  Reducer(const Reducer&) = delete;
-  Reducer& operator=(const Reducer&) = delete;
 
-  // Calls body(ReducerParts&) under the mutex, for settings, for reports and for ranks that have run out of inputs.
-  template <class Body>
-  auto with_parts(Body&& body) {
-    const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    return std::forward<Body>(body)(parts_);
-  }
-  // Returns the published progress, which may outlive the reducer, without taking the mutex.
-  std::shared_ptr<Progress> progress() const { return parts_.collectives.progress(); }
   // Decides if a backward through announced outputs synchronizes although no forward prepared it.
   void set_sync(bool sync) { sync_ = sync; }
 
@@ -79,16 +67,56 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // without a backward that synchronizes. Other ranks may be in such a backward. A rank that has collected nothing has
   // weight 0.
   void reduce_collected();
+  // See WeightedMean::total() and note_found().
+  WeightedMean::Total weighted_total() {
+    return locked([&] { return weights_.total(); });
+  }
+  void note_found(const at::Tensor& found, bool by_weighted) {
+    locked([&] { weights_.note_found(found, by_weighted); });
+  }
 
+  // Tells the other ranks which collective this one starts next, where the reducer does not start it.
+  void announce_collective(Purpose purpose, const std::string& what) {
+    locked([&] { collectives_.announce(purpose, what); });
+  }
+  // Returns how two ranks have differed in a collective; "": they have not.
+  std::string difference() {
+    return locked([&] { return collectives_.difference(); });
+  }
+  // Forgets a step that was interrupted, after its collectives have ended.
+  void reset_state();
+  // Throws if a synchronized backward has begun and not ended.
+  void check_finalized();
   void remove_autograd_hooks();
+  // Gives the gradients this dtype, and removes the hooks: gradients then come through on_gradient().
+  void set_mixed_precision(at::ScalarType dtype);
+
+  // ---- Uneven inputs. A rank without inputs starts the same collectives in the same order as the others. Its own
+  // `.grad` become the others' mean where they are views of the buffer, as in torch.
+
+  // Tells that ranks may run out of inputs in the next step. divisor: divides the sum instead of the number of ranks;
+  // 0: the number of ranks.
+  void set_joining(int64_t divisor) {
+    locked([&] { uneven_ = {.is_joining = true, .divisor = divisor}; });
+  }
+  // The following are for a rank without inputs, in the order of calls. Takes part in the planning of buckets, where
+  // the others' backward begins.
+  void shadow_planning();
+  // Adds zeros to the reduction of a bucket. as_sum: the others divide by another number than all ranks'.
+  std::unique_ptr<PendingReduce> reduce_zeros(size_t bucket, bool as_sum);
+  void wait_for_zeros(size_t bucket, PendingReduce& reduce);
+  // Takes part in the sum of the maps of used parameters, where there is one.
+  void shadow_used_map() {
+    locked([&] { used_.shadow(queue_.last_position()); });
+  }
+  void count_shadowed_step();
 
  private:
-  class ArrivalHook;
   class Hook;
-  class OutputHook;
+  class PreHook;
 
-  Reducer(std::vector<at::Tensor> params, std::vector<std::string> names, std::shared_ptr<Comm> comm,
-          ReducerOptions options);
+  using ReducerState::ReducerState;
+  void at_end_of_backward(std::function<void()> body);
   void remove_hooks();
   void begin_backward();
   void take_gradient(size_t index, bool came);
@@ -102,8 +130,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void reduce_announced(int task);
   void reduce_gradients(BackwardKind kind);
 
-  std::recursive_mutex mutex_;  // recursive: a communication hook may ask this reducer something
-  ReducerParts parts_;
   std::vector<uintptr_t> hooks_;                                        // by parameter; empty once they are removed
   std::vector<const torch::autograd::FunctionPreHook*> arrival_hooks_;  // likewise
   std::atomic<bool> sync_{true};

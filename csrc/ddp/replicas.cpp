@@ -61,7 +61,7 @@ at::Tensor hash_of(const std::vector<at::Tensor>& tensors) {
   return at::scalar_tensor(static_cast<int64_t>(hash), at::kLong);
 }
 
-void ReplicaCheck::begin_step(bool is_joining) {
+void ReplicaCheck::begin_step(BackwardKind /*kind*/, bool is_joining) {
   hashes_ = at::Tensor();
   if (every_ <= 0 || is_joining || (collectives_.steps() + 1) % every_ != 0) return;
   std::vector<at::Tensor> tensors;

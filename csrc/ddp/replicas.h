@@ -24,8 +24,8 @@ class ReplicaCheck : public SideSum {
   // every: synchronized steps between two comparisons; 0: never.
   ReplicaCheck(const Parameters& params, Collectives& collectives, int64_t every)
       : SideSum(collectives, Purpose::kReplicas, "the replicas' checksums"), params_(params), every_(every) {}
-  // Computes this rank's checksum if a comparison is due. Ranks compare nothing while some have run out of inputs.
-  void begin_step(bool is_joining);
+  // Computes this rank's checksum if a comparison is due.
+  void begin_step(BackwardKind kind, bool is_joining) override;
   // Returns true if this step compares.
   bool is_due() const override { return hashes_.defined(); }
   // Throws after the step if the checksums differ, and names the first parameter that differs. position: as for wait().

@@ -12,6 +12,13 @@
 
 namespace drivetrain::ddp {
 
+// The forward to which a step's backward belongs.
+enum class BackwardKind {
+  kPrepared,    // a forward that prepared it
+  kUnprepared,  // the outputs of a forward that did not: a second backward, or one whose forward ran under no_sync()
+  kAny          // either: a rank of weight 0 runs none, and a weighted loss may have come from elsewhere
+};
+
 // A small tensor, such as a checksum. Its sum starts once the step's last bucket has started.
 class SideSum {
  public:
@@ -23,6 +30,8 @@ class SideSum {
   SideSum& operator=(const SideSum&) = delete;
 
   Purpose purpose() const { return purpose_; }
+  // Begins a step. is_joining: ranks may have run out of inputs, and then check nothing.
+  virtual void begin_step(BackwardKind /*kind*/, bool /*is_joining*/) {}
   // Returns true if the current step makes this sum, the same on every rank.
   virtual bool is_due() const = 0;
   void start() {
@@ -36,6 +45,8 @@ class SideSum {
   }
   // Forgets the step's sum.
   virtual void reset() { reduce_.reset(); }
+  // Forgets what was given or noted for this step alone, once it has ended or is abandoned.
+  virtual void end_step() {}
 
  protected:
   // Returns this rank's values, which the sum replaces.

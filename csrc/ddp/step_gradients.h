@@ -2,17 +2,44 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/autograd/context/context.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "ddp/grad_buffer.h"
-#include "ddp/gradient_store.h"
 #include "ddp/parameter.h"
 
 namespace drivetrain::ddp {
+
+// Where a backward accumulates gradients: `.grad`. Distributed autograd over RPC has a context of its own instead.
+class GradientStore {
+ public:
+  using Context = std::shared_ptr<torch::distributed::autograd::DistAutogradContext>;
+
+  void use(Context context) { context_ = std::move(context); }  // null: `.grad`
+  bool is_context() const { return context_ != nullptr; }
+
+  // Lets `body` read and replace the parameter's gradient. The context's entry is written back.
+  template <class Body>
+  void with(const at::Tensor& param, Body&& body) const {
+    if (!context_) {
+      body(param.mutable_grad());
+      return;
+    }
+    context_->runGradCallbackForVariable(param, [&](at::Tensor& grad) {
+      body(grad);
+      return true;
+    });
+  }
+
+ private:
+  Context context_;
+};
 
 // One parameter in the current step.
 struct ParamStep {

@@ -54,8 +54,8 @@ class UsedParameters : public SideSum {
   bool is_used(size_t param) const { return !gradients_[param].without_grad || used_somewhere_[param]; }
   // Returns true if some rank used the parameter; after finish(). skipped: its bucket was not reduced.
   bool find_used(size_t param, bool skipped);
-  // Ends the step: the map counts from here.
-  void end_step() { local_.zero_(); }
+  // The map counts from here.
+  void end_step() override { local_.zero_(); }
   void reset() override;
 
   // Takes part in the sum for a rank that has run out of inputs. position: where ranks have started the sum.

@@ -154,7 +154,7 @@ bool WeightedMean::were_zeroed(size_t came) {
   return true;
 }
 
-void WeightedMean::begin_step(BackwardKind kind) {
+void WeightedMean::begin_step(BackwardKind kind, bool /*is_joining*/) {
   if (!weight_) return;
   const bool* const holds = std::get_if<bool>(&holds_);
   const std::vector<double> mine = {*weight_, kind == BackwardKind::kPrepared ? 1.0 : 0.0,
@@ -178,7 +178,7 @@ void WeightedMean::divide(GradBuffer& buffer, double factor) {
   const size_t count = buffer.buckets().size();
   if (has_owner_ && !sum_.is_cpu()) {
     parted_.add(sum_.narrow(0, 1, 1).mul(sum_.narrow(0, 2, 1)));
-    total_.on_device = at::stack({sum_[0], sum_[3]});
+    total_ = at::stack({sum_[0], sum_[3]});
     return;
   }
   if (sum_.is_cpu() || !(*weight_ > 0)) {
@@ -186,7 +186,7 @@ void WeightedMean::divide(GradBuffer& buffer, double factor) {
     const double* const sums = on_host.data_ptr<double>();
     if (sums[1] > 0 && sums[2] > 0) fail_parted(sums[1], sums[2]);
     if (has_owner_) {
-      total_ = {sums[0], sums[3], {}};
+      total_ = std::make_pair(sums[0], sums[3]);
       return;
     }
     if (!(sums[0] > 0)) {

@@ -11,18 +11,44 @@
 #include <variant>
 #include <vector>
 
+#include "base/transfer.h"
 #include "ddp/grad_buffer.h"
-#include "ddp/late_check.h"
 #include "ddp/parameter.h"
 #include "ddp/side_sum.h"
 
 namespace drivetrain::ddp {
 
-// The forward to which a step's backward belongs.
-enum class BackwardKind {
-  kPrepared,    // a forward that prepared it
-  kUnprepared,  // the outputs of a forward that did not: a second backward, or one whose forward ran under no_sync()
-  kAny          // either: a rank of weight 0 runs none, and a weighted loss may have come from elsewhere
+// A check that a device makes and whose result the host learns in a later step, without waiting.
+class LateCheck {
+ public:
+  // found: float64 [1] on a device, above 0 where something is wrong.
+  void add(const at::Tensor& found) {
+    found_ = found_.defined() ? found_.add(found) : found;
+    is_sent_ = false;
+    send();
+  }
+
+  // Returns true once if the host has learned of a failure.
+  bool has_failed() {
+    if (!heard_ || !heard_->has_come()) return false;
+    const bool failed = heard_->value().data_ptr<double>()[0] > 0;
+    heard_.reset();
+    if (failed) found_ = at::Tensor();
+    send();
+    return failed;
+  }
+
+ private:
+  // Sends one value at a time. Values found meanwhile go with the next one.
+  void send() {
+    if (is_sent_ || heard_ || !found_.defined()) return;
+    heard_.emplace(found_);
+    is_sent_ = true;
+  }
+
+  at::Tensor found_;  // the sum of all findings
+  bool is_sent_ = false;
+  std::optional<LateValue> heard_;
 };
 
 // The gradients of weighted backwards become the sum over ranks divided by the sum of weights, not by the number of
@@ -35,12 +61,9 @@ class WeightedMean : public SideSum {
   // forget_step: abandons the step, before an error.
   WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step);
 
-  // The ranks' contributions to a step, for an owner that keeps this rank's part of sums over several steps.
-  struct Total {
-    double weight = 0;     // the sum of weights
-    double holding = 0;    // the number of ranks with `holds`
-    at::Tensor on_device;  // both, float64 [2], in place of the numbers; undefined on the CPU
-  };
+  // The ranks' contributions to a step, for an owner that keeps this rank's part of sums over several steps. These are
+  // the sum of weights, and the number of ranks with `holds`; on a device both as float64 [2].
+  using Total = std::variant<std::pair<double, double>, at::Tensor>;
   using Holds = std::variant<bool, at::Tensor>;  // float64 [1], 0 or 1, where only the parameters' device knows
   // Leaves sums as they are, and the check that weights count all gradients to the owner.
   void leave_to_owner() { has_owner_ = true; }
@@ -72,14 +95,15 @@ class WeightedMean : public SideSum {
 
   // ---- A step's reduction.
 
-  void begin_step(BackwardKind kind);
+  void begin_step(BackwardKind kind, bool is_joining) override;
   // Divides the sums in the buffer by the sum of all weights. factor: the number by which a communication hook has
   // divided, else 1. Throws if some ranks ran a prepared backward and others an unprepared one; on a device other than
   // the CPU in a later call.
   void divide(GradBuffer& buffer, double factor);
-  void forget_weights();
+  void end_step() override { forget_weights(); }
 
  private:
+  void forget_weights();
   at::Tensor values() override { return sum_; }
   [[noreturn]] void fail_parted(double prepared, double unprepared);
   // Identifies the tensor that is `.grad` and every write to it that autograd would notice.

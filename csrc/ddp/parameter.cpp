@@ -1,5 +1,5 @@
 // Keeps the claims of this process's reducers on shared parameters.
-#include "ddp/parameter_claims.h"
+#include "ddp/parameter.h"
 
 #include <torch/csrc/autograd/engine.h>
 

@@ -21,9 +21,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 # By script: the iteration that the plan takes, what it needs besides torch, and what it finds of an earlier run.
 CASES: dict[str, tuple[str, str, bool]] = {
     "accelerate_nlp": ("2 batches, 1 step of AdamW", "accelerate", False),
-    "char_trainer": ("1 batch, 1 step of AdamW", "", False),
     "checkpointer": ("1 batch, 1 step of AdamW", "", False),
-    "dcgan": ("1 batch, 1 step of Adam, 1 step of Adam", "", False),
     "ddp_rank": ("1 batch, 1 step of AdamW", "", False),
     "dqn": ("1 step of AdamW", "", False),
     "gpt_resume": ("1 step of AdamW", "", True),
@@ -31,17 +29,12 @@ CASES: dict[str, tuple[str, str, bool]] = {
     "lbfgs": ("1 step of LBFGS", "", False),
     "lit_autoencoder": ("1 batch, 1 step of Adam", "lightning", False),
     "lora_safetensors": ("1 step of AdamW", "", False),
-    "mnist": ("1 batch, 1 step of Adadelta", "", False),
     "prefetched": ("1 batch, 1 step of Adagrad", "", False),
-    "reinforce": ("1 step of Adam", "", False),
     "stateful_loader": ("1 batch, 1 step of RAdam", "torchdata", True),
     "tensorboard_resnet": ("1 batch, 1 step of SGD", "", False),
     "translation_amp": ("1 batch, 1 step of Adam", "", False),
-    "two_optimizers": ("2 batches, 2 steps of SGD, 1 step of AdamW", "", False),
-    "vae": ("1 batch, 1 step of Adam", "", False),
     "wandb_offline": ("1 batch, 1 step of NAdam", "wandb", False),
     "wgan": ("5 batches, 5 steps of RMSprop, 1 step of RMSprop", "", False),
-    "word_lm": ("1 step of SGD", "", False),
 }
 WITHIN = 0.05  # of the measured peak
 MODULES = (

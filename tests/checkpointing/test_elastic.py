@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,18 +16,12 @@ from typing import Any
 
 import pytest
 
+from ports import free_port
 from warm_python import warm_environ
 
 PROGRAM = Path(__file__).with_name("elastic_training.py")
 LIMIT_S = 240.0
 SAMPLES, EPOCHS, BATCH = 48, 2, 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Agents:

@@ -19,6 +19,7 @@ import drivetrain
 from drivetrain import _C, _build_info
 from drivetrain.cli import main
 from drivetrain.cli.doctor import covers, driver_problem
+from ports import free_port
 from warm_python import warm_python
 
 TIMEOUT_S = 60
@@ -231,7 +232,7 @@ def test_run_follows_into_child_processes(tmp_path: Path, start_method: str) -> 
     """A spawned child imports the script in a new interpreter, where torch's names would hold torch's classes."""
     path = tmp_path / "script.py"
     path.write_text(SPAWNING_SCRIPT)
-    done = _cli("run", str(path), start_method, str(_free_port()))
+    done = _cli("run", str(path), start_method, str(free_port()))
     assert done.returncode == 0, done.stderr
     assert "Process-1: wrapped: Linear (" in done.stderr
 
@@ -262,14 +263,8 @@ if rank == 0:
 @pytest.mark.parametrize("target", [("script.py",), ("-m", "script")], ids=" ".join)
 def test_run_follows_a_script_that_starts_itself_as_the_other_ranks(tmp_path: Path, target: tuple[str, ...]) -> None:
     (tmp_path / "script.py").write_text(RERUNNING_SCRIPT)
-    done = _cli("run", "--ddp", "bucket_cap_mb=3", *target, str(_free_port()), cwd=tmp_path)
+    done = _cli("run", "--ddp", "bucket_cap_mb=3", *target, str(free_port()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 Findings = dict[str, dict[str, str]]
@@ -377,13 +372,13 @@ def test_doctor_on_rank_0_with_its_port_taken(sick: Doctor) -> None:
 
 
 def test_doctor_says_which_rank_is_missing(sick: Doctor) -> None:
-    findings = sick(_launch(0, 3, _free_port()))
+    findings = sick(_launch(0, 3, free_port()))
     assert findings["master"]["status"] == "PASS"  # no process should listen yet
     assert "ranks 1, 2 of 3" in findings["ranks"]["text"]
 
 
 def test_doctor_without_rank_0(sick: Doctor) -> None:
-    findings = sick(_launch(1, 2, _free_port()))
+    findings = sick(_launch(1, 2, free_port()))
     assert "no process listens yet" in findings["master"]["text"]
     assert "no store" in findings["ranks"]["text"]
 

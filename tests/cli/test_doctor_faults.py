@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from doctor_faults import faults
-from doctor_faults.launch import examine, free_port, ranks
+from doctor_faults.launch import examine, ranks
 from drivetrain.cli import launch, machine, network, speed
 from drivetrain.cli.finding import Finding
 from drivetrain.cli.network import Address, Probe
 from faults.hosts import INTERFACE, IPV6
 from namespaces import simulated_hosts
+from ports import free_port
 
 TIMEOUT_S = 90
 CSRC = Path(__file__).parents[2] / "csrc"

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
+
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 TIMEOUT_S = 240
 ENVIRONMENT = {
@@ -29,13 +31,6 @@ ENVIRONMENT = {
 pytestmark = pytest.mark.skipif(
     "DRIVETRAIN_CLUSTER" not in os.environ, reason="takes minutes: `make cluster` runs it (DRIVETRAIN_CLUSTER=1)"
 )
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 # ---- torchrun.

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from faults.hosts import INTERFACE, IPV4, Hosts
+from ports import free_port
 
-from .launch import Report, Start, examine, free_port, ranks
+from .launch import Report, Start, examine, ranks
 
 _GLOO = {"GLOO_SOCKET_IFNAME": INTERFACE}
 

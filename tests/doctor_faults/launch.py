@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
 from warm_python import warm_python
 
 _LIMIT_S = 240
@@ -107,13 +107,6 @@ def _start(one: Start) -> subprocess.Popen[str]:
         text=True,
         cwd=Path(__file__).parent,
     )
-
-
-def free_port() -> int:
-    """Returns a TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def ranks(count: int, host: str = "127.0.0.1", world_size: int | None = None, **how: Any) -> list[Start]:

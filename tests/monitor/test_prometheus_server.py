@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ from torch import nn
 import drivetrain
 from drivetrain.monitor import Monitor
 from drivetrain.monitor.sinks.prometheus import Prometheus
+from ports import free_ports
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 LIMIT_S = 90
@@ -36,16 +36,6 @@ pytestmark = pytest.mark.skipif(
     None in PROGRAMS.values(),
     reason="prometheus is not installed: apt-get install prometheus, or tests/monitor/unpack_prometheus.sh",
 )
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def train_until(end: Path, ports: list[int]) -> None:

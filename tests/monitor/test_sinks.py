@@ -24,6 +24,7 @@ from drivetrain.monitor.sinks.prometheus import Prometheus
 from drivetrain.monitor.sinks.requirement import require
 from drivetrain.monitor.stream import Event, Stream
 from drivetrain.phases import PHASES
+from ports import free_port
 
 
 def run(to: list[Any], count: int = 8) -> Monitor:
@@ -254,14 +255,6 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 
 # ---- Prometheus.
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fetch(url: str, token: str | None = None, certificate: Path | None = None) -> str:

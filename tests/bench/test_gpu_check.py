@@ -102,12 +102,12 @@ def test_a_dry_run_of_tests_and_measurements(tmp_path: Path) -> None:
     """One process runs all measurements here; the check uses a process for each."""
     names = ["tools", "copy", "pytest"]
     chosen = [word for name in names for word in ("--job", name)]
-    found = dry_run(tmp_path, *chosen, "--", "tests/optim/test_optim_cuda.py")
+    found = dry_run(tmp_path, *chosen, "--", "tests/monitor/test_device.py")
     assert [(job["name"], job["status"]) for job in found["jobs"]] == [(name, "passed") for name in names]
     _, copy, tests = found["jobs"]
     if not torch.cuda.is_available():
         (skip,) = tests["skips"]
-        assert re.fullmatch(r"no NVIDIA GPU here, nor for \d{3,} more tests of this file", skip)
+        assert re.fullmatch(r"no NVIDIA GPU here, nor for \d+ more tests of this file", skip)
     assert copy["tables"]["Copy bandwidth"][0]["torch"] > 0
     assert {"torch", "commit", "cores"} <= set(found["machine"])
 

@@ -1,5 +1,7 @@
 """Provides real ranks for tests: processes that live for the session and form a new gloo group for every call."""
 
+import functools
+import inspect
 import random
 import time
 import traceback
@@ -62,6 +64,29 @@ class RankPool:
             process = context.Process(target=_serve, args=(theirs, rank, self._world_size), daemon=True)
             process.start()
             self._workers.append((process, ours))
+
+
+def run_on(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function: each rank of a pool of so many calls it, with the test's arguments.
+
+    With several sizes, the pools run it one after the other.
+    """
+    pools = [{2: "on_ranks", 3: "on_three_ranks", 4: "on_four_ranks"}[size] for size in sizes]
+
+    def make(function: Callable[..., None]) -> Callable[..., None]:
+        names = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def test(**fixtures: Any) -> None:
+            for pool in pools:
+                fixtures[pool](function, *(fixtures[name] for name in names))
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*pools, *names)]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which pytest reads
+        function.__qualname__ += ".__wrapped__"  # by which pickle finds it
+        return test
+
+    return make
 
 
 def _serve(connection: Connection, rank: int, world_size: int) -> None:

@@ -12,6 +12,7 @@ from models import ABOVE, Gpt, ResNet, Step, assert_same_bits, forget_all, gradi
 from torch import Tensor, nn
 
 import drivetrain
+from ranks import run_on
 
 
 @pytest.mark.usefixtures("threads_switch_often")
@@ -107,7 +108,8 @@ def test_under_ddp(on_ranks: Callable[..., list[Any]], ddp: type[nn.Module], fit
     on_ranks(under_ddp, ddp, 2, fits)
 
 
-def a_collective_inside() -> None:
+@run_on(2)
+def test_a_collective_inside() -> None:
     torch.manual_seed(0)
 
     class Reduced(torch.autograd.Function):
@@ -143,10 +145,6 @@ def a_collective_inside() -> None:
         one(x).backward()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
-
-
-def test_a_collective_inside(on_ranks: Callable[..., list[Any]]) -> None:
-    on_ranks(a_collective_inside)
 
 
 @pytest.mark.usefixtures("threads_switch_often")

@@ -196,9 +196,6 @@ def test_tied_and_compiled_models(tmp_path: Path) -> None:
         assert other.last.weight is other.first.weight
 
 
-# ---- Saves in the background.
-
-
 # ---- Failures.
 
 

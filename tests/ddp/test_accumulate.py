@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import drivetrain
 from ddp_cases import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, message_of
 from drivetrain import DistributedDataParallel as DDP
+from ranks import run_on
 
 IGNORED = -100  # cross_entropy's mark for targets that do not count
 
@@ -367,7 +368,9 @@ class Normed(nn.Module):
         return self.last(self.norm(x))
 
 
-def buffers_on_ranks(counts: list[list[int]]) -> None:
+@pytest.mark.parametrize("counts", [[[5, 1, 8, 3, 2, 2, 6], [1, 7]], [[5, 3], [1, 7, 2, 4, 4]]])
+@run_on(2)
+def test_buffers_under_uneven_numbers(counts: list[list[int]]) -> None:
     model = DDP(Normed(), **SMALL_BUCKETS)
     optimizer = drivetrain.optim.AdamW(model.parameters(), lr=0.01)
     rank = dist.get_rank()
@@ -378,12 +381,8 @@ def buffers_on_ranks(counts: list[list[int]]) -> None:
     assert_equal_on_ranks(list(model.buffers())[:1])
 
 
-@pytest.mark.parametrize("counts", [[[5, 1, 8, 3, 2, 2, 6], [1, 7]], [[5, 3], [1, 7, 2, 4, 4]]])
-def test_buffers_under_uneven_numbers(on_ranks: OnRanks, counts: list[list[int]]) -> None:
-    on_ranks(buffers_on_ranks, counts)
-
-
-def nothing_on_any_rank() -> None:
+@run_on(2)
+def test_no_tokens_on_any_rank() -> None:
     model = DDP(make_model(), **SMALL_BUCKETS)
     before = copy.deepcopy(model.module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -400,11 +399,8 @@ def nothing_on_any_rank() -> None:
     assert not torch.equal(model.module[0].weight, before[0].weight)
 
 
-def test_no_tokens_on_any_rank(on_ranks: OnRanks) -> None:
-    on_ranks(nothing_on_any_rank)
-
-
-def with_no_sync() -> None:
+@run_on(2)
+def test_no_sync_beside_it() -> None:
     """no_sync() works as ever inside and after accumulate."""
     reference = expected_on_ranks([[4, 4], [4, 4]], 2)
     model = DDP(make_model(), **SMALL_BUCKETS)
@@ -420,10 +416,6 @@ def with_no_sync() -> None:
         (mean_loss(model, *batches[0]) / 2).backward()
     (mean_loss(model, *batches[1]) / 2).backward()
     assert_equal_on_ranks([param.grad for param in model.parameters()])
-
-
-def test_no_sync_beside_it(on_ranks: OnRanks) -> None:
-    on_ranks(with_no_sync)
 
 
 def only_some_are_stepped() -> None:
@@ -464,7 +456,8 @@ def test_parameters_that_only_some_know(on_ranks: OnRanks) -> None:
     on_ranks(nothing_for_what_is_not_reduced)
 
 
-def plain_backward_after() -> None:
+@run_on(2)
+def test_plain_backward_after_weights() -> None:
     """A window that an exception ended, and weighted gradients that were zeroed, do not affect the next backward."""
     model = DDP(make_model(), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -494,11 +487,8 @@ def plain_backward_after() -> None:
         model.zero_grad()
 
 
-def test_plain_backward_after_weights(on_ranks: OnRanks) -> None:
-    on_ranks(plain_backward_after)
-
-
-def failing_backward_on_one_rank() -> None:
+@run_on(2)
+def test_a_backward_that_fails_on_one_rank() -> None:
     """Other ranks' windows continue. This rank's window restarts without the gradients of its first half."""
     rank = dist.get_rank()
     batches = [make_batches([4, 4, 4], seed=rank) for rank in range(2)]
@@ -521,10 +511,6 @@ def failing_backward_on_one_rank() -> None:
             window.backward(mean_loss(model, x, targets), weight=4)
     assert_same_parameters(model.module, reference, rtol=1e-4, atol=1e-6)
     assert_equal_on_ranks(list(model.parameters()))
-
-
-def test_a_backward_that_fails_on_one_rank(on_ranks: OnRanks) -> None:
-    on_ranks(failing_backward_on_one_rank)
 
 
 def test_the_step_of_a_window_is_that_of_ranks_together(on_ranks: OnRanks) -> None:

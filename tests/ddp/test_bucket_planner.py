@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 ALIGNMENT = 64
@@ -273,7 +274,8 @@ def test_why_nothing_is_planned(on_ranks: OnRanks, what: str, why: str) -> None:
     assert reasons[0] == reasons[1]
 
 
-def backwards_without_forwards() -> None:
+@run_on(2)
+def test_backwards_alone_say_why_nothing_is_planned() -> None:
     """Reduces each backward at its end, so that no gradient's time is seen."""
     model = DDP(Products())
 
@@ -288,10 +290,6 @@ def backwards_without_forwards() -> None:
     assert model.bucket_plan().why_not == "the first steps are not over"
     backward()
     assert "no forward prepared a backward" in model.bucket_plan().why_not
-
-
-def test_backwards_alone_say_why_nothing_is_planned(on_ranks: OnRanks) -> None:
-    on_ranks(backwards_without_forwards)
 
 
 def forwards_of_one_rank_alone(static_graph: bool) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ddp_cases import OnRanks, assert_equal_on_ranks, errors_of_survivors
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import accumulate, amp, clip_grad_norm_, optim
+from ranks import run_on
 
 BATCH = 8
 STEPS = 3
@@ -66,7 +67,9 @@ def shard_of(whole: Tensor, dim: int | None, rank: int, ranks: int) -> Tensor:
 # ---- Tensor parallelism inside.
 
 
-def with_tensor_parallel(transport: str, init_sync: bool) -> None:
+@pytest.mark.parametrize(("transport", "init_sync"), [("torch", True), ("shm", True), ("shm", False)])
+@run_on(4)
+def test_tensor_parallel_layers_inside_are_as_in_one_process(transport: str, init_sync: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     expected, parameters = reference(mlp())
     net = parallelize_module(mlp(), mesh["shards"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -84,13 +87,6 @@ def with_tensor_parallel(transport: str, init_sync: bool) -> None:
     for name, p in model.module.named_parameters():
         local = p.to_local() if hasattr(p, "to_local") else p
         close(local.detach(), shard_of(parameters[name], dims[name], shard, 2))
-
-
-@pytest.mark.parametrize(("transport", "init_sync"), [("torch", True), ("shm", True), ("shm", False)])
-def test_tensor_parallel_layers_inside_are_as_in_one_process(
-    on_four_ranks: OnRanks, transport: str, init_sync: bool
-) -> None:
-    on_four_ranks(with_tensor_parallel, transport, init_sync)
 
 
 # ---- Pipeline stages around.
@@ -175,7 +171,9 @@ def make_expert(number: int) -> nn.Module:
     return nn.Linear(10, 6)
 
 
-def with_experts(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+@run_on(4)
+def test_experts_of_another_group_are_as_in_one_process(transport: str) -> None:
     """Wraps the experts over their replicas, and then the model, without the experts' parameters, over all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
     number, replica = mesh.get_local_rank("experts"), mesh.get_local_rank("replicas")
@@ -201,11 +199,6 @@ def with_experts(transport: str) -> None:
         close(p.detach(), parameters[f"router.{name}"])
     for name, p in model.module.expert.module.named_parameters():
         close(p.detach(), parameters[f"experts.{number}.{name}"])
-
-
-@pytest.mark.parametrize("transport", ["torch", "shm"])
-def test_experts_of_another_group_are_as_in_one_process(on_four_ranks: OnRanks, transport: str) -> None:
-    on_four_ranks(with_experts, transport)
 
 
 # ---- Parameters of two process groups in one wrapper, with tokens that travel to their experts.
@@ -243,7 +236,10 @@ class Routed(nn.Module):
         return AllToAll.apply(self.experts[0](sent), self.group)
 
 
-def in_one_wrapper(transport: str, mode: str) -> None:
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+@pytest.mark.parametrize("mode", ["plain", "no_sync", "static", "unused"])
+@run_on(4)
+def test_experts_in_one_wrapper_are_as_in_one_process(transport: str, mode: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
     number = mesh.get_local_rank("experts")
     rank = dist.get_rank()
@@ -306,7 +302,9 @@ def clip_and_step(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
     return norm
 
 
-def clips_as_one_process(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+@run_on(4)
+def test_norms_over_experts_are_those_of_one_process(transport: str) -> None:
     for way in ("drivetrain's function", "max_grad_norm"):
         reference_model = Both()
         theirs = torch.optim.AdamW(reference_model.parameters(), lr=0.01)
@@ -330,12 +328,8 @@ def clips_as_one_process(transport: str) -> None:
             close(p.detach(), reference_model.get_parameter(f"experts.{number}.{name}").detach())
 
 
-@pytest.mark.parametrize("transport", ["torch", "shm"])
-def test_norms_over_experts_are_those_of_one_process(on_four_ranks: OnRanks, transport: str) -> None:
-    on_four_ranks(clips_as_one_process, transport)
-
-
-def skips_alike() -> None:
+@run_on(4)
+def test_all_ranks_skip_a_step_with_an_overflow_of_one_expert() -> None:
     """Only the ranks of expert 1 have an overflow, in the second step. All must skip it and halve the scale."""
     for kind in (torch.optim.SGD, optim.SGD, functools.partial(optim.SGD, max_grad_norm=MAX_NORM)):
         for unscales in (False, True):
@@ -357,10 +351,6 @@ def skips_alike() -> None:
                 assert all(moved) if step != 1 else not any(moved), (kind, unscales, step, moved)
                 assert scaler.get_scale() == (8.0 if step == 0 else 4.0), (kind, unscales, step)
             assert_equal_on_ranks([p.detach() for p in net.module.router.parameters()])
-
-
-def test_all_ranks_skip_a_step_with_an_overflow_of_one_expert(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(skips_alike)
 
 
 DYING_RANK = """
@@ -408,7 +398,9 @@ def step_used(model: nn.Module, lr: float = 0.1) -> None:
                 p -= lr * p.grad
 
 
-def alone(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+@run_on(4)
+def test_expert_of_one_rank_is_not_reduced(transport: str) -> None:
     """An expert that one rank has: no other rank's gradient comes in, and it is divided by all ranks."""
     rank = dist.get_rank()
     groups = [dist.new_group([one]) for one in range(4)]
@@ -470,17 +462,6 @@ def refusals(transport: str) -> None:
     ):
         with pytest.raises(NotImplementedError, match="expert_groups"):
             call()
-
-
-@pytest.mark.parametrize("transport", ["torch", "shm"])
-@pytest.mark.parametrize("mode", ["plain", "no_sync", "static", "unused"])
-def test_experts_in_one_wrapper_are_as_in_one_process(on_four_ranks: OnRanks, transport: str, mode: str) -> None:
-    on_four_ranks(in_one_wrapper, transport, mode)
-
-
-@pytest.mark.parametrize("transport", ["torch", "shm"])
-def test_expert_of_one_rank_is_not_reduced(on_four_ranks: OnRanks, transport: str) -> None:
-    on_four_ranks(alone, transport)
 
 
 def test_wrong_groups_and_what_goes_over_one_group_only_are_refused(on_four_ranks: OnRanks) -> None:

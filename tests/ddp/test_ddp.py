@@ -37,6 +37,7 @@ from ddp_cases import (
 )
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import distributed
+from ranks import run_on
 
 
 def train(options: dict[str, Any], set_to_none: bool) -> int:
@@ -70,7 +71,9 @@ def test_trains_as_torch_does(on_ranks: OnRanks, options: dict[str, Any], set_to
     assert buckets[0] > 1 if "bucket_cap_mb" in options else buckets[0] == 1
 
 
-def same_bits(set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@run_on(2)
+def test_reduces_to_torchs_bits(set_to_none: bool) -> None:
     torch.manual_seed(dist.get_rank())
     ours, theirs = pair(Products(1, 63, 64, 65, 1000), **SMALL_BUCKETS)
     for _ in range(4):
@@ -86,11 +89,8 @@ def same_bits(set_to_none: bool) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_reduces_to_torchs_bits(on_ranks: OnRanks, set_to_none: bool) -> None:
-    on_ranks(same_bits, set_to_none)
-
-
-def unused(set_to_none: bool) -> None:
+@run_on(2)
+def test_unused_parameters(set_to_none: bool) -> None:
     ours, theirs = pair(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
     uses = [(True, True), (False, False), (True, False), (False, False), (False, True), (True, True)]
     for step, on_rank in enumerate(uses):
@@ -104,12 +104,8 @@ def unused(set_to_none: bool) -> None:
         assert_equal_grads(ours, theirs)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_unused_parameters(on_ranks: OnRanks, set_to_none: bool) -> None:
-    on_ranks(unused, set_to_none)
-
-
-def kept_gradient_stays() -> None:
+@run_on(2)
+def test_gradient_of_a_globally_unused_parameter_is_untouched() -> None:
     ours = DDP(make_net(), find_unused_parameters=True)
     ours(inputs()).sum().backward()
     rank_value = float(dist.get_rank() + 1)
@@ -122,11 +118,8 @@ def kept_gradient_stays() -> None:
     assert_equal_on_ranks([ours.module.optional.weight.grad])
 
 
-def test_gradient_of_a_globally_unused_parameter_is_untouched(on_ranks: OnRanks) -> None:
-    on_ranks(kept_gradient_stays)
-
-
-def outputs_outside_the_loss() -> None:
+@run_on(2)
+def test_outputs_that_take_no_part_in_the_loss() -> None:
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,11 +138,8 @@ def outputs_outside_the_loss() -> None:
         assert ours.module.b.weight.grad is None
 
 
-def test_outputs_that_take_no_part_in_the_loss(on_ranks: OnRanks) -> None:
-    on_ranks(outputs_outside_the_loss)
-
-
-def tied() -> None:
+@run_on(2)
+def test_tied_weights() -> None:
     ours, theirs = pair(Tied(), **SMALL_BUCKETS)
     names = [name for bucket in ours.reducer.buckets() for name in bucket.names]
     assert sorted(names) == ["embed.weight", "middle.bias", "middle.weight"]
@@ -159,10 +149,6 @@ def tied() -> None:
             model.zero_grad()
             model(x).pow(2).sum().backward()
         assert_equal_grads(ours, theirs)
-
-
-def test_tied_weights(on_ranks: OnRanks) -> None:
-    on_ranks(tied)
 
 
 class ManyTypes(nn.Module):
@@ -184,7 +170,8 @@ class ManyTypes(nn.Module):
         return sums + products + image + (self.complex * self.complex).real.sum()
 
 
-def many_types() -> None:
+@run_on(2)
+def test_dtypes_and_strides() -> None:
     ours, theirs = pair(ManyTypes(), **SMALL_BUCKETS)
     for _ in range(3):
         x = inputs()
@@ -194,11 +181,8 @@ def many_types() -> None:
         assert_equal_grads(ours, theirs)
 
 
-def test_dtypes_and_strides(on_ranks: OnRanks) -> None:
-    on_ranks(many_types)
-
-
-def in_one_buffer() -> None:
+@run_on(2)
+def test_gradients_live_in_one_buffer() -> None:
     ours = DDP(make_net(), **SMALL_BUCKETS)
     addresses = []
     for step in range(3):
@@ -229,11 +213,8 @@ def in_one_buffer() -> None:
     assert [p.grad.data_ptr() for p in ours.parameters()] == addresses[1]
 
 
-def test_gradients_live_in_one_buffer(on_ranks: OnRanks) -> None:
-    on_ranks(in_one_buffer)
-
-
-def overlaps() -> None:
+@run_on(2)
+def test_buckets_are_reduced_while_backward_runs() -> None:
     ours = DDP(make_net(), bucket_cap_mb=0.0001)
     seen: list[bool] = []
 
@@ -251,11 +232,8 @@ def overlaps() -> None:
     assert seen == [True]
 
 
-def test_buckets_are_reduced_while_backward_runs(on_ranks: OnRanks) -> None:
-    on_ranks(overlaps)
-
-
-def survives_copies() -> None:
+@run_on(2)
+def test_deepcopy_pickle_and_torchs_private_helpers() -> None:
     ours = DDP(make_net(), find_unused_parameters=True)
     x = inputs()
     ours(x).sum().backward()
@@ -272,11 +250,8 @@ def survives_copies() -> None:
     (ours.module(x) * float(dist.get_rank())).sum().backward()  # It accumulates locally, without communication.
 
 
-def test_deepcopy_pickle_and_torchs_private_helpers(on_ranks: OnRanks) -> None:
-    on_ranks(survives_copies)
-
-
-def ignored_parameters() -> None:
+@run_on(2)
+def test_parameters_that_the_module_asks_to_ignore() -> None:
     net = make_net()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["optional.weight", "norm.running_mean"])
     ours = DDP(net)
@@ -286,10 +261,6 @@ def ignored_parameters() -> None:
     ignored = [torch.empty(37, 37) for _ in range(2)]
     dist.all_gather(ignored, net.optional.weight.grad)
     assert not torch.equal(*ignored)
-
-
-def test_parameters_that_the_module_asks_to_ignore(on_ranks: OnRanks) -> None:
-    on_ranks(ignored_parameters)
 
 
 def different_models() -> list[str]:
@@ -319,7 +290,8 @@ def test_ranks_with_different_models_are_told_on_every_rank(on_ranks: OnRanks) -
         assert "different orders" in order
 
 
-def bad_models() -> None:
+@run_on(2)
+def test_modules_that_cannot_be_wrapped() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     assert "doesn't have any parameter that requires a gradient" in message_of(RuntimeError, lambda: DDP(frozen))
     mixed = nn.ModuleDict({"here": nn.Linear(2, 2), "there": nn.Linear(2, 2, device="meta")})
@@ -329,10 +301,6 @@ def bad_models() -> None:
     assert "device_ids" in message_of(ValueError, lambda: DDP(nn.Linear(2, 2), device_ids=[0]))
     sync_bn = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     assert "SyncBatchNorm" in message_of(ValueError, lambda: DDP(sync_bn))
-
-
-def test_modules_that_cannot_be_wrapped(on_ranks: OnRanks) -> None:
-    on_ranks(bad_models)
 
 
 def test_without_a_process_group() -> None:
@@ -366,7 +334,8 @@ def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
         DDP(nn.Linear(2, 2), forward_sync_buffers=False)
 
 
-def bad_backwards() -> None:
+@run_on(2)
+def test_backwards_that_go_wrong_name_the_parameter() -> None:
     ours = DDP(make_net())
     x = inputs()
     # The next forward finds a parameter without a gradient.
@@ -382,19 +351,12 @@ def bad_backwards() -> None:
     assert "'bias' got a second gradient" in message_of(RuntimeError, lambda: out.sum().backward())
 
 
-def test_backwards_that_go_wrong_name_the_parameter(on_ranks: OnRanks) -> None:
-    on_ranks(bad_backwards)
-
-
-def wrong_grad_dtype() -> None:
+@run_on(2)
+def test_gradient_of_the_wrong_dtype() -> None:
     ours = DDP(nn.Linear(10, 10).bfloat16())
     ours.module.weight.grad_dtype = torch.float32
     message = message_of(TypeError, lambda: ours(inputs().bfloat16()).sum().backward())
     assert "'weight' is Float [10, 10] on cpu, expected BFloat16" in message
-
-
-def test_gradient_of_the_wrong_dtype(on_ranks: OnRanks) -> None:
-    on_ranks(wrong_grad_dtype)
 
 
 STOPPED_RANK = """
@@ -425,7 +387,8 @@ def test_a_rank_that_stops_in_mid_step(tmp_path: Path) -> None:
     assert re.search(r"bucket \d+ of \d+ \[\d\.(weight|bias)", error), error
 
 
-def backend_of_the_device() -> None:
+@run_on(2)
+def test_a_group_with_a_backend_per_device() -> None:
     group = dist.new_group(backend="cpu:gloo")
     ours, theirs = pair(make_net(), process_group=group)
     x = inputs()
@@ -434,11 +397,8 @@ def backend_of_the_device() -> None:
     assert_equal_grads(ours, theirs)
 
 
-def test_a_group_with_a_backend_per_device(on_ranks: OnRanks) -> None:
-    on_ranks(backend_of_the_device)
-
-
-def shared_parameters() -> None:
+@run_on(2)
+def test_parameters_of_two_wrappers() -> None:
     """Puts one encoder under two wrappers: both hooks see every gradient, and one must reduce it."""
 
     def build(wrapper: Any) -> list[nn.Module]:
@@ -464,11 +424,8 @@ def shared_parameters() -> None:
     assert_equal_grads(nested, theirs)
 
 
-def test_parameters_of_two_wrappers(on_ranks: OnRanks) -> None:
-    on_ranks(shared_parameters)
-
-
-def interrupted() -> None:
+@run_on(2)
+def test_works_on_after_an_exception_late_in_backward() -> None:
     ours = DDP(nn.Linear(10, 3))
     x = inputs().requires_grad_()
     message_of(ValueError, lambda: ours(Fails.apply(x)).sum().backward())  # after the last gradient
@@ -477,11 +434,8 @@ def interrupted() -> None:
     assert torch.equal(ours.module.bias.grad, torch.full((3,), 12.0))
 
 
-def test_works_on_after_an_exception_late_in_backward(on_ranks: OnRanks) -> None:
-    on_ranks(interrupted)
-
-
-def converted() -> None:
+@run_on(2)
+def test_modules_converted_after_wrapping_and_lazy_ones() -> None:
     ours = DDP(nn.Linear(10, 3))
     ours.double()
     assert "parameter 'weight' was changed after" in message_of(RuntimeError, lambda: ours(inputs().double()))
@@ -489,15 +443,8 @@ def converted() -> None:
     assert "Run a dummy forward pass" in lazy
 
 
-def test_modules_converted_after_wrapping_and_lazy_ones(on_ranks: OnRanks) -> None:
-    on_ranks(converted)
-
-
-def test_a_graph_may_outlive_the_wrapper(on_ranks: OnRanks) -> None:
-    on_ranks(outlive)
-
-
-def outlive() -> None:
+@run_on(2)
+def test_a_graph_may_outlive_the_wrapper() -> None:
     net = make_net()
     ours = DDP(net)
     loss = ours(inputs()).sum()

@@ -45,6 +45,7 @@ from ddp_contract_cases import (
     weighted_mean,
 )
 from drivetrain import DistributedDataParallel as DDP
+from ranks import run_on
 
 # ---- Which backward is reduced.
 
@@ -196,7 +197,8 @@ def test_distributed_autograd(on_ranks: OnRanks, tmp_path: Path) -> None:
 # ---- Profiles.
 
 
-def profiled() -> None:
+@run_on(2)
+def test_profile_shows_reductions() -> None:
     """Checks that a profile shows the buckets even if no process group carries them."""
     model = DDP(linear_chain(), transport="shm", **SMALL_BUCKETS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
@@ -204,10 +206,6 @@ def profiled() -> None:
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["drivetrain::all_reduce"] == len(model.reducer.buckets())
     assert counts["drivetrain::wait_for_all_reduces"] == 1
-
-
-def test_profile_shows_reductions(on_ranks: OnRanks) -> None:
-    on_ranks(profiled)
 
 
 # ---- Checks and weights.
@@ -228,7 +226,8 @@ def test_the_exact_mean_over_tokens(on_ranks: OnRanks, hooked: bool) -> None:
 # ---- Communication hooks.
 
 
-def failing_hooks() -> None:
+@run_on(2)
+def test_communication_hooks_that_fail() -> None:
     def raises(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         raise KeyError("mine")
 
@@ -249,10 +248,6 @@ def failing_hooks() -> None:
         loss = model(inputs()).sum()
         assert words in message_of(error, loss.backward)
     assert "must be callable" in message_of(TypeError, lambda: DDP(linear_chain()).register_comm_hook(None, 3))
-
-
-def test_communication_hooks_that_fail(on_ranks: OnRanks) -> None:
-    on_ranks(failing_hooks)
 
 
 # ---- Kinds of parameters and of backward.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ddp_cases import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, grads_of, inputs, linear_chain
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import main_grads, optim
+from ranks import run_on
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["torch", "shm"])
 
@@ -36,7 +37,12 @@ def backward(model: nn.Module, x: Tensor | None = None) -> None:
     model(inputs() if x is None else x).pow(2).sum().backward()
 
 
-def raising(transport: str, value: float, dtype: torch.dtype) -> None:
+@TRANSPORTS
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(math.nan, torch.float32), (-math.inf, torch.float64), (math.inf, torch.bfloat16)]
+)
+@run_on(2)
+def test_raises_on_every_rank_and_names_rank_and_parameter(transport: str, value: float, dtype: torch.dtype) -> None:
     """Raises on every rank, keeps no gradient, and goes on as if the step had not been."""
     chain = linear_chain().to(dtype)
     reference = TorchDDP(copy.deepcopy(chain), **SMALL_BUCKETS)
@@ -60,16 +66,9 @@ def raising(transport: str, value: float, dtype: torch.dtype) -> None:
 
 
 @TRANSPORTS
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(math.nan, torch.float32), (-math.inf, torch.float64), (math.inf, torch.bfloat16)]
-)
-def test_raises_on_every_rank_and_names_rank_and_parameter(
-    on_ranks: OnRanks, transport: str, value: float, dtype: torch.dtype
-) -> None:
-    on_ranks(raising, transport, value, dtype)
-
-
-def skipping(transport: str, cls: str) -> None:
+@pytest.mark.parametrize("cls", ["ours.AdamW", "torch.AdamW"])
+@run_on(2)
+def test_skip_makes_optimizers_do_nothing(transport: str, cls: str) -> None:
     """Leaves parameters and optimizer states as they were, on all ranks."""
     model = DDP(linear_chain(), check_gradients="skip", transport=transport, **SMALL_BUCKETS)
     optimizer: Any = getattr(optim if cls.startswith("ours") else torch.optim, cls.split(".")[1])(
@@ -91,12 +90,6 @@ def skipping(transport: str, cls: str) -> None:
     count, last = model.skipped_steps()
     assert count == 2
     assert "rank 0 has a gradient that is not finite (nan or inf) for '0.bias', in synchronized step 5" in last
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("cls", ["ours.AdamW", "torch.AdamW"])
-def test_skip_makes_optimizers_do_nothing(on_ranks: OnRanks, transport: str, cls: str) -> None:
-    on_ranks(skipping, transport, cls)
 
 
 def accumulating() -> None:
@@ -130,7 +123,9 @@ def large_but_finite() -> None:
         assert max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None) > value / 4
 
 
-def spiking(transport: str) -> None:
+@TRANSPORTS
+@run_on(2)
+def test_spikes_are_found(transport: str) -> None:
     """Norms are known after eight steps. A jump is found on the rank that has it, and is not learned."""
     model = DDP(linear_chain(), check_gradients="skip", spike_factor=20.0, transport=transport, **SMALL_BUCKETS)
     torch.manual_seed(dist.get_rank())
@@ -143,11 +138,6 @@ def spiking(transport: str) -> None:
     count, last = model.skipped_steps()
     assert count == 3
     assert "rank 1 has a bucket whose norm exceeds the median of its last ones more than 20" in last
-
-
-@TRANSPORTS
-def test_spikes_are_found(on_ranks: OnRanks, transport: str) -> None:
-    on_ranks(spiking, transport)
 
 
 def with_unused() -> None:

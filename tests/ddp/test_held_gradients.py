@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from drivetrain import DistributedDataParallel
+from ranks import run_on
 
 STEPS = 5
 
@@ -192,12 +193,9 @@ def accumulate_over_replaced(make: Callable[[nn.Module], nn.Module], replace: Ca
     return [param.grad for param in module.weights]
 
 
-def add_to_replaced_views() -> None:
+@run_on(2)
+def test_replaced_memory_of_views_is_added_to_as_without_a_wrapper() -> None:
+    """torch's class loses what a script puts there (docs/limitations.md)."""
     for replace in (replace_data, set_another):
         ours = accumulate_over_replaced(lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True), replace)
         torch.testing.assert_close(ours, accumulate_over_replaced(lambda net: net, replace), rtol=0, atol=0)
-
-
-def test_replaced_memory_of_views_is_added_to_as_without_a_wrapper(on_ranks: Callable[..., Any]) -> None:
-    """torch's class loses what a script puts there (docs/limitations.md)."""
-    on_ranks(add_to_replaced_views)

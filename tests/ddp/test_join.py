@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from drivetrain import DistributedDataParallel
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 Gradients = dict[str, Tensor | None]
@@ -51,7 +52,8 @@ def uneven_steps(wrap: type, zeroing: str, by_initial: bool, **options: Any) -> 
     return seen
 
 
-def compare_gradients() -> None:
+@run_on(2)
+def test_gradients_are_what_torch_leaves() -> None:
     for zeroing in ("none", "zeros", "kept"):
         for by_initial in (True, False):
             expected = uneven_steps(TorchDistributedDataParallel, zeroing, by_initial)
@@ -64,10 +66,6 @@ def compare_gradients() -> None:
                         assert (ours[name] is None) == (grad is None), where
                         if grad is not None:
                             torch.testing.assert_close(ours[name], grad, msg=lambda text, where=where: where + text)
-
-
-def test_gradients_are_what_torch_leaves(on_ranks: OnRanks) -> None:
-    on_ranks(compare_gradients)
 
 
 def uneven_zero(wrap: type, zeroing: str) -> list[Tensor]:
@@ -84,14 +82,11 @@ def uneven_zero(wrap: type, zeroing: str) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def compare_zero(zeroing: str) -> None:
+@pytest.mark.parametrize("zeroing", ["none", "kept"])
+@run_on(2)
+def test_zero_redundancy_optimizer_steps_as_with_torchs_class(zeroing: str) -> None:
     torch.manual_seed(0)
     expected = uneven_zero(TorchDistributedDataParallel, zeroing)
     torch.manual_seed(0)
     for mine, theirs in zip(uneven_zero(DistributedDataParallel, zeroing), expected, strict=True):
         torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("zeroing", ["none", "kept"])
-def test_zero_redundancy_optimizer_steps_as_with_torchs_class(on_ranks: OnRanks, zeroing: str) -> None:
-    on_ranks(compare_zero, zeroing)

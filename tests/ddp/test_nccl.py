@@ -49,6 +49,7 @@ from ddp_contract_cases import (
 )
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import transport
+from ranks import run_on
 
 BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 5.0  # of the fake's collectives, where none is to fail
@@ -161,7 +162,8 @@ def test_life_of_a_model(on_ranks: OnRanks, fakes: Path) -> None:
     assert without_rank[0] == without_rank[1]
 
 
-def profiled(fakes: Path) -> None:
+@run_on(2)
+def test_the_profiler_sees_buckets_and_launches(fakes: Path) -> None:
     with faked(fakes):
         model = DDP(make_net(), **SMALL_BUCKETS)
         for _ in range(6):
@@ -181,10 +183,6 @@ def profiled(fakes: Path) -> None:
     assert comms["Collective name"] == "allreduce_coalesced"
     assert comms["Process Group Ranks"] == "[0, 1]"
     assert 4 * comms["In msg nelems"] >= sum(bucket.bytes for bucket in buckets)
-
-
-def test_the_profiler_sees_buckets_and_launches(on_ranks: OnRanks, fakes: Path) -> None:
-    on_ranks(profiled, fakes)
 
 
 def large_and_small_buckets(fakes: Path) -> list[str]:
@@ -210,11 +208,6 @@ def test_only_small_buckets_begin_together(on_ranks: OnRanks, fakes: Path) -> No
         assert 4 * sum(group[:-1]) < 256 * 1024
 
 
-@pytest.mark.parametrize("how", ["fresh", "kept", "accumulated", "create_graph"])
-def test_sums_in_torchs_bits(on_three_ranks: OnRanks, fakes: Path, how: str) -> None:
-    on_three_ranks(sums_in_torchs_bits, fakes, how)
-
-
 class Gates(nn.Module):
     """Computes its gradients element by element, so that their bits do not depend on their addresses."""
 
@@ -227,7 +220,9 @@ class Gates(nn.Module):
         return torch.tanh(x * first) * second
 
 
-def sums_in_torchs_bits(fakes: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["fresh", "kept", "accumulated", "create_graph"])
+@run_on(3)
+def test_sums_in_torchs_bits(fakes: Path, how: str) -> None:
     """torch divides before it sums, which over three ranks rounds differently from dividing the sum."""
     with faked(fakes) as log:
         model = DDP(Gates(), bucket_cap_mb=1e-3)
@@ -635,7 +630,8 @@ def test_a_rank_that_leaves_a_step_out(on_ranks: OnRanks, fakes: Path) -> None:
     assert "did not end within the timeout of 0.5 s" in message
 
 
-def given_up(fakes: Path) -> None:
+@run_on(2)
+def test_buckets_held_back_in_a_step_that_was_given_up(fakes: Path) -> None:
     """Gives up a step after buckets were held back: these must not be sent with the next step's."""
     with faked(fakes) as log:
         model = DDP(linear_chain(), bucket_cap_mb=1e-4)
@@ -650,7 +646,3 @@ def given_up(fakes: Path) -> None:
         model(x).pow(2).sum().backward()
         assert_means(model, expected)
         assert sum(line.startswith("Group: float sum") for line in log()) == 1
-
-
-def test_buckets_held_back_in_a_step_that_was_given_up(on_ranks: OnRanks, fakes: Path) -> None:
-    on_ranks(given_up, fakes)

@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from drivetrain import DistributedDataParallel
+from ranks import run_on
 
 BACKEND = "written-in-python"
 OPTIONS: list[dict[str, Any]] = [
@@ -122,7 +123,9 @@ def compare(expected: dict[str, Tensor], found: dict[str, Tensor], options: dict
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{name} with {options}")
 
 
-def compare_all() -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@run_on(2)
+def test_training_equals_torchs() -> None:
     for options in OPTIONS:
         for inner in (dist.group.WORLD, None):
             theirs = PythonGroup(inner, native_work)  # torch's class waits for some works for ever
@@ -137,12 +140,8 @@ def compare_all() -> None:
     dist.barrier()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_training_equals_torchs(on_ranks: Callable[..., list[Any]]) -> None:
-    on_ranks(compare_all)
-
-
-def use_registered_backend() -> None:
+@run_on(2)
+def test_registered_backends_equal_torchs() -> None:
     made: list[PythonGroup] = []
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> PythonGroup:
@@ -156,10 +155,6 @@ def use_registered_backend() -> None:
     group = dist.new_group(backend=BACKEND)
     compare(train(TorchDDP, group, {}), train(DistributedDataParallel, group, {}), {})
     assert made == [group]
-
-
-def test_registered_backends_equal_torchs(on_ranks: Callable[..., list[Any]]) -> None:
-    on_ranks(use_registered_backend)
 
 
 class Refused(Exception):
@@ -196,7 +191,8 @@ def error_in_allreduce(wrapper: type, how: str) -> tuple[str, str]:
     return raised.type.__name__, str(raised.value)
 
 
-def fail_in_allreduce() -> None:
+@run_on(2)
+def test_errors_of_the_group_are_torchs() -> None:
     for how in ("at once", "in the future"):
         errors = [error_in_allreduce(wrapper, how) for wrapper in (TorchDDP, DistributedDataParallel)]
         assert errors[0][0] == errors[1][0]
@@ -205,7 +201,3 @@ def fail_in_allreduce() -> None:
         DistributedDataParallel(nn.Linear(3, 2), process_group=FailingGroup("at once"), shard="optimizer")
     _, message = error_in_allreduce(DistributedDataParallel, "for Python only")  # torch's class ends the process
     assert "allreduce() holds no tensor" in message
-
-
-def test_errors_of_the_group_are_torchs(on_ranks: Callable[..., list[Any]]) -> None:
-    on_ranks(fail_in_allreduce)

@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain import DistributedDataParallel
 from drivetrain.ddp import transport
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 
@@ -26,7 +27,8 @@ class TwoLayers(nn.Module):
         return self.second(x) if uses_both else x
 
 
-def errors_of_a_subgroup() -> None:
+@run_on(4)
+def test_errors_of_a_subgroup() -> None:
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     dist.barrier()  # a rank that leaves while another still connects fails it
     rank = dist.get_rank()
@@ -57,7 +59,3 @@ def errors_of_a_subgroup() -> None:
         comm.all_reduce(comm.allocate(4096).view(torch.float32)[: 8 * rank], mean=False)
     assert mine in str(raised.value)
     assert other in str(raised.value)
-
-
-def test_errors_of_a_subgroup(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(errors_of_a_subgroup)

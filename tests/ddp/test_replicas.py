@@ -24,6 +24,7 @@ from ddp_cases import (
     pair,
 )
 from drivetrain import DistributedDataParallel as DDP
+from ranks import run_on
 
 OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 Model = DDP | TorchDDP
@@ -129,7 +130,10 @@ CASES = [
 ]
 
 
-def stays_local(case: Callable[[Model, Tensor], None], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+@run_on(2)
+def test_stays_local_as_with_torch(case: Callable[[Model, Tensor], None], options: dict[str, Any]) -> None:
     models = pair(linear_chain(), **SMALL_BUCKETS, **options)
     for number in range(4):
         x = inputs()
@@ -142,14 +146,6 @@ def stays_local(case: Callable[[Model, Tensor], None], options: dict[str, Any]) 
         assert_equal_grads(*models)
         for model in models:
             model.zero_grad()
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", CASES)
-def test_stays_local_as_with_torch(
-    on_ranks: OnRanks, case: Callable[[Model, Tensor], None], options: dict[str, Any]
-) -> None:
-    on_ranks(stays_local, case, options)
 
 
 class Recomputed(nn.Module):
@@ -167,7 +163,8 @@ class Recomputed(nn.Module):
         return out
 
 
-def reentrant_under_no_sync() -> None:
+@run_on(2)
+def test_reentrant_checkpoints_under_no_sync() -> None:
     ours, theirs = pair(Recomputed(), **SMALL_BUCKETS)
     x = inputs().requires_grad_()
     for model in (ours, theirs):
@@ -186,14 +183,12 @@ def reentrant_under_no_sync() -> None:
         ours.zero_grad()
 
 
-def test_reentrant_checkpoints_under_no_sync(on_ranks: OnRanks) -> None:
-    on_ranks(reentrant_under_no_sync)
-
-
 # ---- Gradients that the script keeps.
 
 
-def kept_gradients(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@run_on(2)
+def test_gradients_that_the_script_keeps(options: dict[str, Any]) -> None:
     models = pair(linear_chain(), **SMALL_BUCKETS, **options)
     for number in range(8):  # through both changes of plan
         x = inputs()
@@ -209,12 +204,8 @@ def kept_gradients(options: dict[str, Any]) -> None:
         assert_equal_grads(*models)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_gradients_that_the_script_keeps(on_ranks: OnRanks, options: dict[str, Any]) -> None:
-    on_ranks(kept_gradients, options)
-
-
-def kept_of_an_unused_parameter() -> None:
+@run_on(2)
+def test_kept_gradients_of_unused_parameters() -> None:
     """An unused parameter's region gets zeros if another rank uses it, and a local backward writes there, too."""
     model = DDP(linear_chain(), find_unused_parameters=True, **SMALL_BUCKETS)
     x = inputs()
@@ -227,10 +218,6 @@ def kept_of_an_unused_parameter() -> None:
     with model.no_sync():
         loss_of(model, x * 3).backward()
     assert all(torch.equal(ours, before) for ours, before in kept)
-
-
-def test_kept_gradients_of_unused_parameters(on_ranks: OnRanks) -> None:
-    on_ranks(kept_of_an_unused_parameter)
 
 
 class Sometimes(nn.Module):
@@ -248,7 +235,9 @@ class Sometimes(nn.Module):
         return self.second(x) if self.steps % dist.get_world_size() == dist.get_rank() else x
 
 
-def assigned_gradients(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@run_on(2)
+def test_gradients_that_the_script_assigns(options: dict[str, Any]) -> None:
     """Assigns views of one tensor, and tensors that the script keeps: as under torch, these get the means."""
     net = Sometimes() if options.get("find_unused_parameters") else linear_chain()
     models = pair(net, **SMALL_BUCKETS, **options)
@@ -277,12 +266,8 @@ def assigned_gradients(options: dict[str, Any]) -> None:
     assert_equal_grads(*models)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_gradients_that_the_script_assigns(on_ranks: OnRanks, options: dict[str, Any]) -> None:
-    on_ranks(assigned_gradients, options)
-
-
-def what_is_not_kept_costs_nothing() -> None:
+@run_on(2)
+def test_gradients_stay_in_the_buffer() -> None:
     """Keeps gradients in the flat buffer from step to step."""
     model = DDP(linear_chain(), **SMALL_BUCKETS)
     places = []
@@ -293,7 +278,3 @@ def what_is_not_kept_costs_nothing() -> None:
         if number == 5:
             grads_of(model)
     assert places[-1] == places[-2]
-
-
-def test_gradients_stay_in_the_buffer(on_ranks: OnRanks) -> None:
-    on_ranks(what_is_not_kept_costs_nothing)

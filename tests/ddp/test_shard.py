@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 import drivetrain
 from drivetrain import DistributedDataParallel
 from drivetrain.optim.sharded import pieces
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 MODES = ("optimizer", "gradients")
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own 
 # ---- Bits.
 
 
-def compare_bits() -> None:
+@run_on(2, 4)
+def test_element_wise_steps_have_the_bits_of_the_unsharded_wrapper() -> None:
     for transport in transports():
         for kind, makes in (("ours", OURS), ("torch's", TORCHS)):
             for name, make in makes.items():
@@ -45,7 +47,8 @@ def compare_bits() -> None:
                     expect_equal(found, expected, (transport, kind, name, mode))
 
 
-def compare_modes() -> None:
+@run_on(2)
+def test_parameters_that_move_between_steps_are_gathered() -> None:
     """AdamWScheduleFree moves parameters outside of steps, too."""
 
     def each(net: Any, optimizer: Any, step: int) -> None:
@@ -63,10 +66,6 @@ def compare_modes() -> None:
     for mode in MODES:
         found, _ = train(make, Odd(), each=each, shard=mode)
         expect_equal(found, expected, mode)
-
-
-def test_parameters_that_move_between_steps_are_gathered(on_ranks: OnRanks) -> None:
-    on_ranks(compare_modes)
 
 
 def backward_over_a_step_of_other_parameters() -> list[int]:
@@ -88,11 +87,6 @@ def test_a_step_leaves_the_versions_of_other_parameters(on_ranks: OnRanks) -> No
     assert on_ranks(backward_over_a_step_of_other_parameters) == [[1, 0]] * 2
 
 
-def test_element_wise_steps_have_the_bits_of_the_unsharded_wrapper(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
-    on_ranks(compare_bits)
-    on_four_ranks(compare_bits)
-
-
 FORMATS: dict[str, dict[str, Any]] = {
     "8 bits": {"state_bits": 8, "min_8bit_size": 0},
     "fp8": {"state_bits": "fp8", "min_8bit_size": 0},
@@ -101,7 +95,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare_formats() -> None:
+@run_on(4)
+def test_storage_formats_have_the_same_bits_where_parts_are_whole_blocks() -> None:
     for name, options in FORMATS.items():
 
         def make(params: Any, options: dict[str, Any] = options) -> torch.optim.Optimizer:
@@ -114,10 +109,6 @@ def compare_formats() -> None:
             expect_equal(found, expected, (name, mode))
             if "8" in name:
                 assert any("exp_avg_codes" in values for values in optimizer.state.values()), name
-
-
-def test_storage_formats_have_the_same_bits_where_parts_are_whole_blocks(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(compare_formats)
 
 
 def load_whole_formats() -> None:
@@ -167,7 +158,8 @@ def test_states_of_unsharded_steps_are_divided(on_ranks: OnRanks) -> None:
     on_ranks(wrap_after_steps)
 
 
-def compare_main_grads() -> None:
+@run_on(2)
+def test_main_grads_work_with_sharded_states() -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         return drivetrain.optim.AdamW(params, lr=1e-2, master_bits=32)
 
@@ -187,10 +179,6 @@ def compare_main_grads() -> None:
     found, optimizer = train(make, model(), each=twice, shard="optimizer")
     expect_equal(found, expected, "main_grads")
     assert optimizer.param_groups[0]["params"][0].grad_dtype == torch.float32
-
-
-def test_main_grads_work_with_sharded_states(on_ranks: OnRanks) -> None:
-    on_ranks(compare_main_grads)
 
 
 def compare_sums() -> None:
@@ -227,7 +215,8 @@ def test_rules_with_sums_over_parameters_agree_with_the_unsharded_wrapper(on_fou
     on_four_ranks(compare_muon)
 
 
-def compare_groups_of_two() -> None:
+@run_on(4)
+def test_a_shard_group_has_a_set_of_states_of_its_own() -> None:
     """Ranks 0 and 1 share one set of states, ranks 2 and 3 another one."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
@@ -240,10 +229,6 @@ def compare_groups_of_two() -> None:
                 states = [values["exp_avg"] for values in optimizer.state_dict()["state"].values()]
                 (of_embed,) = (state for state in states if state.shape == (37, 24))
                 assert of_embed.to_local().shape[0] == (19, 18)[dist.get_rank(mine)]
-
-
-def test_a_shard_group_has_a_set_of_states_of_its_own(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(compare_groups_of_two)
 
 
 # ---- Bytes.
@@ -269,7 +254,8 @@ def bytes_of(tensors: Any) -> int:
     return sum(found.values())
 
 
-def measure_bytes() -> None:
+@run_on(4)
+def test_states_and_gradients_take_their_share_of_bytes() -> None:
     size = dist.get_world_size()
     for make in (OURS["AdamW"], TORCHS["AdamW"]):
         for mode in MODES:
@@ -282,10 +268,6 @@ def measure_bytes() -> None:
                 gradients = bytes_of(param.grad for param in net.parameters())
                 assert gradients <= 1.03 * whole / size, (gradients, whole)
                 assert net.reducer.buffer_bytes() < whole
-
-
-def test_states_and_gradients_take_their_share_of_bytes(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(measure_bytes)
 
 
 # ---- Gradients.
@@ -361,7 +343,8 @@ def test_gradients_are_collected_kept_and_clipped(on_ranks: OnRanks, on_four_ran
     on_four_ranks(check_kept_gradients)
 
 
-def compare_penalty_steps() -> None:
+@run_on(2)
+def test_a_step_counts_gradients_of_backwards_past_the_wrapper() -> None:
     """A backward that stays on its rank and is the last before a step counts, too."""
 
     def each(net: Any, optimizer: Any, step: int) -> None:
@@ -376,14 +359,11 @@ def compare_penalty_steps() -> None:
         expect_close(found, expected, mode)
 
 
-def test_a_step_counts_gradients_of_backwards_past_the_wrapper(on_ranks: OnRanks) -> None:
-    on_ranks(compare_penalty_steps)
-
-
 # ---- Scalers.
 
 
-def compare_scalers() -> None:
+@run_on(2)
+def test_scalers_skip_the_same_steps_on_every_rank() -> None:
     for scaler_kind in (torch.amp.GradScaler, drivetrain.amp.GradScaler):
         for make in (OURS["AdamW"], WITH_SUMS["clipped AdamW"], TORCHS["AdamW"]):
             for unscales in (False, True):
@@ -412,10 +392,6 @@ def compare_scalers() -> None:
                     what = (scaler_kind.__module__, unscales, mode)
                     assert found_scale == scale, (what, found_scale, scale)
                     expect_close(found, expected, what)
-
-
-def test_scalers_skip_the_same_steps_on_every_rank(on_ranks: OnRanks) -> None:
-    on_ranks(compare_scalers)
 
 
 # ---- Errors.
@@ -505,7 +481,8 @@ def test_what_sharding_does_not_support_raises(on_ranks: OnRanks, on_four_ranks:
     on_ranks(check_steps_that_raise)
 
 
-def check_hooks_and_schedulers() -> None:
+@run_on(2)
+def test_hooks_on_steps_see_whole_parameters() -> None:
     """Hooks on steps and schedulers see whole parameters, whenever they were added."""
     for make in (OURS["AdamW"], TORCHS["AdamW"]):
         net = DistributedDataParallel(Odd(), shard="optimizer")
@@ -528,11 +505,8 @@ def check_hooks_and_schedulers() -> None:
         assert all(ids == {id(param) for param in net.parameters()} for ids in seen)
 
 
-def test_hooks_on_steps_see_whole_parameters(on_ranks: OnRanks) -> None:
-    on_ranks(check_hooks_and_schedulers)
-
-
-def step_without_rank_1() -> None:
+@run_on(2)
+def test_a_step_without_another_rank_raises() -> None:
     """Rank 1 leaves before it has stepped. The other rank's step must end with an error that names it."""
     if (alone := alone_before_a_step()) is None:
         return
@@ -541,11 +515,8 @@ def step_without_rank_1() -> None:
         optimizer.step()
 
 
-def test_a_step_without_another_rank_raises(on_ranks: OnRanks) -> None:
-    on_ranks(step_without_rank_1)
-
-
-def check_transports() -> None:
+@run_on(2)
+def test_buckets_are_scattered_and_gathered() -> None:
     """Each rank gets the mean of its own rows alone. Shared memory gathers in place."""
     rank = dist.get_rank()
     for transport in transports():
@@ -564,16 +535,9 @@ def check_transports() -> None:
             work.wait()
 
 
-def test_buckets_are_scattered_and_gathered(on_ranks: OnRanks) -> None:
-    on_ranks(check_transports)
-
-
-def check_one_rank() -> None:
+@run_on(2)
+def test_one_rank_shares_nothing() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     net, optimizer = train(OURS["AdamW"], Odd(), shard="gradients", process_group=alone)
     assert not any(pieces.piece_of(param) for param in net.parameters())
     assert not any(isinstance(v, DTensor) for s in optimizer.state.values() for v in s.values())
-
-
-def test_one_rank_shares_nothing(on_ranks: OnRanks) -> None:
-    on_ranks(check_one_rank)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 import drivetrain
 from drivetrain import DistributedDataParallel
 from drivetrain.ddp import sharding
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 MODES = ("optimizer", "gradients")
@@ -37,7 +39,8 @@ LATE_S = 0.05
 @pytest.fixture(autouse=True)
 def _small_buckets(on_ranks: OnRanks, on_four_ranks: OnRanks, request: pytest.FixtureRequest) -> Iterator[None]:
     """Ranks gather a bucket per parameter or two, so that a use of one leaves others in progress."""
-    calls = [on_ranks, on_four_ranks] if "on_four_ranks" in request.function.__code__.co_varnames else [on_ranks]
+    asks_for = inspect.signature(request.function).parameters
+    calls = [on_ranks, on_four_ranks] if "on_four_ranks" in asks_for else [on_ranks]
     for call in calls:
         call(divide_into, 1024)
     yield
@@ -49,7 +52,8 @@ def divide_into(bucket_bytes: int) -> None:
     sharding._BUCKET_BYTES = bucket_bytes
 
 
-def compare_bits() -> None:
+@run_on(2, 4)
+def test_steps_have_the_bits_of_the_unsharded_wrapper() -> None:
     for transport in transports():
         for make in (OURS["AdamW"], TORCHS["SGD"]):
             expected, _ = train(make, Odd(), transport=transport)
@@ -62,11 +66,6 @@ def compare_bits() -> None:
     expected, _ = train(WITH_SUMS["clipped AdamW"], Odd())
     found, _ = train(WITH_SUMS["clipped AdamW"], Odd(), shard="gradients", overlap_gather=True)
     expect_close(found, expected, "clipped", rtol=1e-4, atol=1e-5)
-
-
-def test_steps_have_the_bits_of_the_unsharded_wrapper(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
-    on_ranks(compare_bits)
-    on_four_ranks(compare_bits)
 
 
 def watch_forwards() -> list[list[int]]:
@@ -191,7 +190,8 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def compare_uses() -> None:
+@run_on(2)
+def test_uses_wait_for_the_rows_of_other_ranks() -> None:
     for transport in transports():
         plain, optimizer = step_late(None, transport)
         for name, use in USES.items():
@@ -204,10 +204,6 @@ def compare_uses() -> None:
             for a, b in zip(found, expected, strict=True):
                 assert torch.equal(a, b), (transport, name)
             net.wait_for_parameters()
-
-
-def test_uses_wait_for_the_rows_of_other_ranks(on_ranks: OnRanks) -> None:
-    on_ranks(compare_uses)
 
 
 def step_and_leave() -> None:
@@ -254,7 +250,8 @@ def test_wrappers_that_end(on_ranks: OnRanks) -> None:
     on_ranks(step_without_rank_1)
 
 
-def windows() -> None:
+@run_on(2)
+def test_windows_and_moves_between_steps() -> None:
     """Schedule-free steps move parameters outside of steps; windows step at their end."""
     nets = []
     for options in ({}, {"shard": "gradients", "overlap_gather": True}):
@@ -267,7 +264,3 @@ def windows() -> None:
             optimizer.train()
         nets.append(net)
     expect_equal(nets[1], nets[0], "windows")
-
-
-def test_windows_and_moves_between_steps(on_ranks: OnRanks) -> None:
-    on_ranks(windows)

@@ -21,6 +21,7 @@ from ddp_cases import errors_of_survivors
 from drivetrain import DistributedDataParallel
 from drivetrain.ddp import sharding
 from drivetrain.ddp import transport as transports
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
@@ -156,7 +157,11 @@ def test_rounding_errors_are_carried_over_micro_batches(on_three_ranks: OnRanks,
     on_four_ranks(compare_accumulated_bits, "shm", 2)
 
 
-def compare_bits_of_a_group_in_its_own_order() -> None:
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="needs a torch that keeps groups' order"
+)
+@run_on(4)
+def test_groups_may_number_their_ranks_in_another_order() -> None:
     everyone = dist.new_group([3, 1, 0, 2], sort_ranks=False)
     for groups, (transport, per_host) in itertools.product(([], [[0, 3], [1, 2]]), (("torch", 1), ("shm", 2))):
         plain, net = wrapped(transport, per_host, groups, torch.float32, process_group=everyone)
@@ -169,13 +174,6 @@ def test_scattered_sums_have_the_bits_of_all_reduced_ones(
     on_ranks(compare_bits, [[]])
     on_three_ranks(compare_bits, [[]])
     on_four_ranks(compare_bits, [[], [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
-
-
-@pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="needs a torch that keeps groups' order"
-)
-def test_groups_may_number_their_ranks_in_another_order(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(compare_bits_of_a_group_in_its_own_order)
 
 
 @pytest.mark.parametrize("sizes", [[4], [2, 2], [2, 3], [3, 2, 4]], ids=str)

@@ -26,6 +26,7 @@ import drivetrain
 from drivetrain import DistributedDataParallel
 from drivetrain.ddp import state_server
 from drivetrain.optim import full_state_dict
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 MODES = ("optimizer", "gradients")
@@ -133,7 +134,8 @@ def from_whole(param: nn.Parameter) -> None:
     param.grad.data = param.detach() * 2
 
 
-def compare_edits() -> None:
+@run_on(2)
+def test_edits_of_kept_gradients_have_the_results_of_whole_ones() -> None:
     for edit in (tripled, decayed, normalized, cut, from_whole):
 
         def each(net: Any, optimizer: Any, at: int, edit: Callable[[nn.Parameter], None] = edit) -> None:
@@ -151,10 +153,6 @@ def compare_edits() -> None:
     loss_of(net, 0).backward()
     with pytest.raises(TypeError, match=r"rows that DistributedDataParallel\(shard=\.\.\.\) keeps of \[37, 24\]"):
         net.module.embed.weight.grad.data = torch.zeros(3)
-
-
-def test_edits_of_kept_gradients_have_the_results_of_whole_ones(on_ranks: OnRanks) -> None:
-    on_ranks(compare_edits)
 
 
 # ---- Files.
@@ -323,7 +321,8 @@ def test_states_that_cannot_be_saved_whole_raise(on_ranks: OnRanks) -> None:
     on_ranks(refuse_strangers)
 
 
-def refuse_parts() -> None:
+@run_on(2)
+def test_a_file_never_gets_a_part_of_a_state() -> None:
     """No part of a gradient, and no copy of a part of a state, gets into a file in silence."""
     for make in (OURS["AdamW"], TORCHS["AdamW"]):
         net, optimizer = train(make, Odd(), shard="gradients")
@@ -344,11 +343,8 @@ def refuse_parts() -> None:
         trained_on(net, optimizer, saved_by(torch.save, whole), make)
 
 
-def test_a_file_never_gets_a_part_of_a_state(on_ranks: OnRanks) -> None:
-    on_ranks(refuse_parts)
-
-
-def gather_remainders() -> None:
+@run_on(2)
+def test_remainders_of_masters_are_gathered() -> None:
     """Remainders of master weights are 16-bit integers, which gloo cannot gather."""
     for kind in (*MODES, "fully_shard"):
         torch.manual_seed(5)
@@ -374,7 +370,3 @@ def gather_remainders() -> None:
         if dist.get_rank() == 0:
             found = [by_torch[name.split("module.")[-1]]["param_remainder"] for name in ("weight", "bias")]
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_remainders_of_masters_are_gathered(on_ranks: OnRanks) -> None:
-    on_ranks(gather_remainders)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import drivetrain
 from drivetrain import DistributedDataParallel
 from drivetrain.optim import base, left_to_torch
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
@@ -66,7 +67,8 @@ def test_windows_have_the_bits_of_the_unsharded_wrapper(on_ranks: OnRanks, on_fo
     on_four_ranks(compare_windows)
 
 
-def compare_groups_of_two() -> None:
+@run_on(4)
+def test_windows_with_a_shard_group() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     for transport in transports():
@@ -78,11 +80,8 @@ def compare_groups_of_two() -> None:
         expect_equal(nets[1], nets[0], transport)
 
 
-def test_windows_with_a_shard_group(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(compare_groups_of_two)
-
-
-def continue_in_a_window() -> None:
+@run_on(2)
+def test_a_window_continues_from_restored_rows() -> None:
     """Another process would restore rows and window in the middle, and go on with the same bits."""
     nets = []
     for stops in (False, True):
@@ -106,10 +105,6 @@ def continue_in_a_window() -> None:
                 again.backward(whole_loss(net, 2), weight=3)
         nets.append(net)
     expect_equal(nets[1], nets[0], "restored")
-
-
-def test_a_window_continues_from_restored_rows(on_ranks: OnRanks) -> None:
-    on_ranks(continue_in_a_window)
 
 
 # ---- Weights without a window.

@@ -31,7 +31,7 @@ from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import transport
 from namespaces import needs_namespaces
 from polling import wait_until
-from ranks import RankPool, dawdle_in_hooks
+from ranks import RankPool, dawdle_in_hooks, run_on
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
@@ -64,7 +64,8 @@ def values_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64).to(dtype)
 
 
-def gives_up_a_step() -> None:
+@run_on(2)
+def test_a_step_given_up_leaves_the_staging_place() -> None:
     """Gives up a step on one rank while the map of used parameters is in the staging area."""
     model = DDP(nn.Linear(4, 1, bias=False), transport="shm", find_unused_parameters=True)
     start = torch.ones((), requires_grad=True)
@@ -84,10 +85,6 @@ def gives_up_a_step() -> None:
         else:
             model(x).backward()
             assert model.module.weight.grad.tolist() == [[1.5 + step] * 4]
-
-
-def test_a_step_given_up_leaves_the_staging_place(on_ranks: OnRanks) -> None:
-    on_ranks(gives_up_a_step)
 
 
 def sums_and_means(isa: str) -> list[bytes]:
@@ -134,7 +131,8 @@ def test_sums_and_means(on_some_ranks: OnRanks, isa: str) -> None:
     assert all(other == results[0] for other in results), "the ranks' bits differ"
 
 
-def outside_the_buffer() -> None:
+@run_on(2)
+def test_tensors_outside_the_buffer() -> None:
     """Sends small tensors through the staging area, and several at once and large ones through the process group."""
     comm = shm_comm()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -149,10 +147,6 @@ def outside_the_buffer() -> None:
         comm.all_reduce(torch.zeros(2, 2), mean=True)
     with pytest.raises(ValueError, match="no mean of Int"):
         comm.all_reduce(torch.zeros(2, dtype=torch.int32), mean=True)
-
-
-def test_tensors_outside_the_buffer(on_ranks: OnRanks) -> None:
-    on_ranks(outside_the_buffer)
 
 
 class Net(nn.Module):
@@ -231,7 +225,8 @@ def shared_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:drivetrain")
 
 
-def leaves_nothing() -> None:
+@run_on(2)
+def test_leaves_no_memory_and_no_file() -> None:
     DDP(nn.Linear(2, 2), report_hang_after=0)  # makes the group's board of tags, which stays
     gc.collect()
     dist.barrier()
@@ -256,14 +251,16 @@ def leaves_nothing() -> None:
     wait_for_files(files)
 
 
-def test_leaves_no_memory_and_no_file(on_ranks: OnRanks) -> None:
-    on_ranks(leaves_nothing)
-
-
 # ---- Forked children.
 
 
-def gradients_in_forked_children(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def shared_ddp(module: nn.Module) -> DDP:
+    return DDP(module, transport="shm")
+
+
+@pytest.mark.parametrize("wrap", [TorchDDP, shared_ddp], ids=["torch", "drivetrain"])
+@run_on(2)
+def test_a_forked_child_has_gradients_of_its_own(wrap: Callable[[nn.Module], nn.Module]) -> None:
     net = nn.Linear(4, 3)
     model = wrap(net)
     x = torch.full((1, 4), 1.0 + dist.get_rank())
@@ -323,16 +320,8 @@ def status_of_fork(child: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def shared_ddp(module: nn.Module) -> DDP:
-    return DDP(module, transport="shm")
-
-
-@pytest.mark.parametrize("wrap", [TorchDDP, shared_ddp], ids=["torch", "drivetrain"])
-def test_a_forked_child_has_gradients_of_its_own(on_ranks: OnRanks, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    on_ranks(gradients_in_forked_children, wrap)
-
-
-def reduces_in_a_forked_child() -> None:
+@run_on(2)
+def test_a_forked_child_takes_no_part_in_reductions() -> None:
     net = nn.Linear(3, 3)
     model = DDP(net, transport="shm")
 
@@ -343,10 +332,6 @@ def reduces_in_a_forked_child() -> None:
     assert status_of_fork(child) == 0
     model(torch.ones(1, 3)).sum().backward()
     assert (net.weight.grad == 1).all()
-
-
-def test_a_forked_child_takes_no_part_in_reductions(on_ranks: OnRanks) -> None:
-    on_ranks(reduces_in_a_forked_child)
 
 
 def deleted_early() -> str:
@@ -583,7 +568,8 @@ def test_falls_back_between_containers(tmp_path: Path) -> None:
     assert "RuntimeWarning" not in results[1][1]
 
 
-def choices() -> None:
+@run_on(2)
+def test_choices() -> None:
     net = nn.Linear(3, 3)
     assert transport_of(DDP(net)) == "shm"
     assert transport_of(DDP(net, transport="torch")) == "torch"
@@ -606,10 +592,6 @@ def choices() -> None:
     model = DDP(net, transport=mine, init_sync=False)
     with pytest.raises(RuntimeError, match="same transport on every rank, but it differs: rank 0: 'shm'; rank 1: 'to"):
         model(torch.ones(1, 3)).sum().backward()
-
-
-def test_choices(on_ranks: OnRanks) -> None:
-    on_ranks(choices)
 
 
 # ---- Resident memory.

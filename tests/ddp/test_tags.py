@@ -27,6 +27,7 @@ from ddp_cases import (
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import tag_board
 from drivetrain.ddp import transport as transports
+from ranks import run_on
 
 DIFFERENCE = "the ranks start different collectives: "
 LARGE = 1e6
@@ -323,7 +324,10 @@ def test_a_weighted_backward_on_one_rank(
 # ---- What works under torch raises nothing.
 
 
-def weighted_backwards_again(make: Callable[[], tuple[nn.Module, Tensor]], transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("make", [dense, hooked])
+@run_on(2)
+def test_weighted_backwards_again(make: Callable[[], tuple[nn.Module, Tensor]], transport: str) -> None:
     """Every rank runs a second weighted backward, in which a rank of weight 0 takes part without a forward of its own.
 
     The gradients are those of rank 0, as only its loss has a weight.
@@ -351,14 +355,6 @@ def weighted_backwards_again(make: Callable[[], tuple[nn.Module, Tensor]], trans
             model.zero_grad()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("make", [dense, hooked])
-def test_weighted_backwards_again(
-    on_ranks: OnRanks, make: Callable[[], tuple[nn.Module, Tensor]], transport: str
-) -> None:
-    on_ranks(weighted_backwards_again, make, transport)
-
-
 def two_models_and_two_groups(transport: str) -> None:
     """Steps two models in turns, one of them over a group of its own, in another order on each rank."""
     with over(transport):
@@ -383,7 +379,8 @@ def test_two_models_and_two_groups(on_ranks: OnRanks, transport: str) -> None:
     on_ranks(two_models_and_two_groups, transport)
 
 
-def a_hook_of_buffers_on_one_rank() -> None:
+@run_on(2)
+def test_a_hook_of_buffers_on_one_rank() -> None:
     """A hook that does not communicate may be called on one rank alone."""
     model = DDP(make_net(), **SMALL_BUCKETS)
     model._register_buffer_comm_hook(None, lambda state, buffers: None)
@@ -392,10 +389,6 @@ def a_hook_of_buffers_on_one_rank() -> None:
             with torch.no_grad():
                 model(inputs())
         step(model, inputs())
-
-
-def test_a_hook_of_buffers_on_one_rank(on_ranks: OnRanks) -> None:
-    on_ranks(a_hook_of_buffers_on_one_rank)
 
 
 def boards() -> list[bool]:
@@ -411,7 +404,8 @@ def test_one_board_per_group(on_ranks: OnRanks) -> None:
     assert on_ranks(boards) == [[True, True]] * 2
 
 
-def in_a_forked_child() -> None:
+@run_on(2)
+def test_a_forked_child_starts_no_collective() -> None:
     with over("torch"):
         model = DDP(make_net())
         step(model, inputs())
@@ -424,10 +418,6 @@ def in_a_forked_child() -> None:
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
         step(model, inputs())
-
-
-def test_a_forked_child_starts_no_collective(on_ranks: OnRanks) -> None:
-    on_ranks(in_a_forked_child)
 
 
 # ---- Hosts of several ranks.
@@ -458,7 +448,8 @@ def test_two_hosts_of_two_ranks(on_four_ranks: OnRanks) -> None:
     on_four_ranks(two_models_and_two_groups, "pairs")
 
 
-def wait_and_go_on() -> None:
+@run_on(2)
+def test_a_late_host_is_waited_for() -> None:
     """One rank is late by more than a long wait, in a forward and in a backward; nothing differs."""
     with over("hosts"):
         model = DDP(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
@@ -474,7 +465,3 @@ def wait_and_go_on() -> None:
             else:
                 loss.backward()
             model.zero_grad()
-
-
-def test_a_late_host_is_waited_for(on_ranks: OnRanks) -> None:
-    on_ranks(wait_and_go_on)

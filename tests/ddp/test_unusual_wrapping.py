@@ -11,11 +11,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_cases import normed_net, trained_grads
 from drivetrain import DistributedDataParallel as DDP
+from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
 
 
-def wraps_what_torch_wraps() -> None:
+@run_on(2)
+def test_wraps_what_torch_wraps() -> None:
     rank = dist.get_rank()
 
     class Filters(nn.Sequential):
@@ -47,7 +49,8 @@ def wraps_what_torch_wraps() -> None:
     trained_grads(model)
 
 
-def refuses_a_changed_static_graph() -> None:
+@run_on(2)
+def test_a_parameter_frozen_in_a_static_graph_is_missed_after_several_forwards() -> None:
     for wrap in (TorchDDP, DDP):
         torch.manual_seed(0)
         net = wrap(normed_net(), static_graph=True, find_unused_parameters=True)
@@ -57,11 +60,3 @@ def refuses_a_changed_static_graph() -> None:
         (net(rows).sum() + net(rows).sum()).backward()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
             net(rows)
-
-
-def test_a_parameter_frozen_in_a_static_graph_is_missed_after_several_forwards(on_ranks: OnRanks) -> None:
-    on_ranks(refuses_a_changed_static_graph)
-
-
-def test_wraps_what_torch_wraps(on_ranks: OnRanks) -> None:
-    on_ranks(wraps_what_torch_wraps)

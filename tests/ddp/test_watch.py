@@ -27,7 +27,7 @@ from drivetrain.ddp import control_block, hang_reports
 from drivetrain.ddp.control_block import ControlBlock
 from drivetrain.frames import stack_of
 from polling import wait_until
-from ranks import RankPool
+from ranks import RankPool, run_on
 
 LIMIT_S = 1.0  # on a busy machine a rank must be heard of within half of it
 LATE_S = 2.5
@@ -468,16 +468,13 @@ class Still:
         return mine
 
 
-def looked_at() -> None:
+@run_on(2)
+def test_frames_stay_as_they_are() -> None:
     """Checks that reading frames changes nothing in them, as a debugger and locals() share one dict."""
     model = DDP(blocks(), report_hang_after=0.2)
     step_with(model)
     assert Still().stand(5)["secret"] == 5
     assert dict(Still().stand(6)).keys() == {"self", "secret"}
-
-
-def test_frames_stay_as_they_are(on_ranks: OnRanks) -> None:
-    on_ranks(looked_at)
 
 
 def threads_come_and_go() -> None:
@@ -578,7 +575,8 @@ def test_stragglers_names_the_slow_rank(on_three_ranks: OnRanks, transport: str)
 # ---- Arguments.
 
 
-def bad_limits() -> None:
+@run_on(2)
+def test_bad_limits_are_named() -> None:
     net = blocks()
     for bad in (-1, float("nan")):
         assert f"report_hang_after is {bad}" in message_of(ValueError, lambda bad=bad: DDP(net, report_hang_after=bad))
@@ -593,10 +591,6 @@ def bad_limits() -> None:
         del os.environ[hang_reports.VARIABLE]
     differs = message_of(RuntimeError, lambda: DDP(net, report_hang_after=1 + dist.get_rank()))
     assert "argument 'report_hang_after' differs: rank 0: 1.0; rank 1: 2.0" in differs
-
-
-def test_bad_limits_are_named(on_ranks: OnRanks) -> None:
-    on_ranks(bad_limits)
 
 
 def test_frames_are_read_without_a_collection() -> None:

@@ -18,6 +18,7 @@ from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.cli import run
 from drivetrain.ddp import transport
+from ranks import run_on
 
 WIRE = {"transport": "torch", "wire_dtype": torch.bfloat16}
 # These sizes cover no element, fewer than ranks, pieces of unequal length, tiles with tails, and several messages.
@@ -106,7 +107,8 @@ SPECIAL = [
 ]
 
 
-def special_values(isa: str) -> None:
+@run_on(2)
+def test_special_values(isa: str) -> None:
     _C.force_isa(isa)
     for repeats in (1, 40):  # one by one, and where loops are vectorized
         columns = [
@@ -118,10 +120,6 @@ def special_values(isa: str) -> None:
         assert torch.equal(flat.isnan(), nan)
         assert torch.equal(flat[~nan].view(torch.int32), columns[2][~nan].view(torch.int32))
     _C.force_isa("")
-
-
-def test_special_values(on_ranks: OnRanks, isa: str) -> None:
-    on_ranks(special_values, isa)
 
 
 def torchs_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -202,7 +200,8 @@ def test_gradients_are_torchs_rounded(on_some_ranks: OnRanks) -> None:
     on_some_ranks(trains_as_torch)
 
 
-def weighted() -> None:
+@run_on(2)
+def test_weights_are_exact() -> None:
     """Uses a sum of weights that bfloat16 cannot represent."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DDP(Products(65), **WIRE)
@@ -210,10 +209,6 @@ def weighted() -> None:
     model.backward(model(torch.full((65,), 1.0 if rank < 2 else 0.0)), weight=weights[rank])
     gradient = (256.0 + 512.0) * (1 / sum(weights))  # 257 and 514 are rounded, being gradients; their sum is not
     assert torch.equal(model.module.weights[0].grad, torch.full((65,), gradient, dtype=torch.float64).float())
-
-
-def test_weights_are_exact(on_ranks: OnRanks) -> None:
-    on_ranks(weighted)
 
 
 def uneven_inputs(dtype: torch.dtype) -> None:
@@ -243,7 +238,8 @@ def num_threads() -> int:
     return sum(not thread.name.startswith("drivetrain-watch") for thread in threading.enumerate())
 
 
-def copies_and_other_groups() -> None:
+@run_on(2)
+def test_copies_and_other_groups() -> None:
     rank = dist.get_rank()
     factors = [torch.full((3,), 1 + UNIT * (1 + rank))]
 
@@ -270,11 +266,8 @@ def copies_and_other_groups() -> None:
     arrives(shared, 1 + 1.5 * UNIT)
 
 
-def test_copies_and_other_groups(on_ranks: OnRanks) -> None:
-    on_ranks(copies_and_other_groups)
-
-
-def another_number_of_groups() -> None:
+@run_on(3)
+def test_ranks_that_know_different_numbers_of_groups() -> None:
     rank = dist.get_rank()
     pair = dist.new_group([1, 2])
     if rank == 0:
@@ -284,10 +277,6 @@ def another_number_of_groups() -> None:
     model = DDP(Products(3), process_group=pair, **WIRE)
     model(torch.full((3,), float(rank))).backward()
     assert model.module.weights[0].grad.tolist() == [1.5] * 3
-
-
-def test_ranks_that_know_different_numbers_of_groups(on_three_ranks: OnRanks) -> None:
-    on_three_ranks(another_number_of_groups)
 
 
 def unedited_script() -> None:
@@ -306,7 +295,8 @@ def test_unedited_script(on_ranks: OnRanks) -> None:
     assert run._ddp_default("wire_dtype=torch.bfloat16") == ("wire_dtype", "torch.bfloat16")
 
 
-def refusals() -> None:
+@run_on(2)
+def test_refusals() -> None:
     net = nn.Linear(3, 3)
     for wrong, why in (
         (torch.float16, "largest number, 65504"),
@@ -337,11 +327,8 @@ def refusals() -> None:
         model(torch.ones(1, 3)).sum().backward()
 
 
-def test_refusals(on_ranks: OnRanks) -> None:
-    on_ranks(refusals)
-
-
-def absent_rank() -> None:
+@run_on(2)
+def test_a_rank_that_does_not_come() -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     model = DDP(Products(*[70_000] * 40), process_group=group, **WIRE, **SMALL_BUCKETS)
 
@@ -361,11 +348,8 @@ def absent_rank() -> None:
     assert time.monotonic() - began < 60  # the group's timeout of 2 s, and not one for each of the buckets
 
 
-def test_a_rank_that_does_not_come(on_ranks: OnRanks) -> None:
-    on_ranks(absent_rank)
-
-
-def checked_by_torch() -> None:
+@run_on(2)
+def test_under_torchs_own_checks() -> None:
     """Enables torch's own check of collectives, which blocks in every call."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
@@ -376,7 +360,3 @@ def checked_by_torch() -> None:
             assert_equal_on_ranks([p.grad for p in model.parameters() if p.grad is not None])
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-def test_under_torchs_own_checks(on_ranks: OnRanks) -> None:
-    on_ranks(checked_by_torch)

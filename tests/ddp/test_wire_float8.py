@@ -14,7 +14,7 @@ from ddp_cases import SMALL_BUCKETS, OnRanks, Products, assert_equal_on_ranks
 from drivetrain import _C, optim
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import transport
-from ranks import dawdle_in_hooks
+from ranks import dawdle_in_hooks, run_on
 
 FLOAT8 = torch.float8_e5m2
 WIRE = {"transport": "torch", "wire_dtype": FLOAT8}
@@ -138,7 +138,8 @@ def test_sums_are_the_twins(on_ranks: OnRanks, on_three_ranks: OnRanks) -> None:
         assert all(other == first for other in others), "the ranks' bits differ"
 
 
-def sums_of_hosts() -> None:
+@run_on(4)
+def test_sums_over_hosts_are_the_twins() -> None:
     """Sums over two hosts of two ranks, which divide the tensor into parts of whole transfers."""
     rank, numel = dist.get_rank(), 2 * 2 * MOST + 1
     with pytest.MonkeyPatch.context() as patch:
@@ -155,10 +156,6 @@ def sums_of_hosts() -> None:
             assert_same_bits(flat, reference.sum([tensors[0] + tensors[1], tensors[2] + tensors[3]]))
         assert_equal_on_ranks([flat])
     del held
-
-
-def test_sums_over_hosts_are_the_twins(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(sums_of_hosts)
 
 
 # Each row has the value of rank 0, the value of rank 1, and their sum. Each value is alone in its block.
@@ -184,7 +181,8 @@ SPECIAL = [
 ]
 
 
-def special_values() -> None:
+@run_on(2)
+def test_special_values() -> None:
     comm, rank, world = wire_comm(), dist.get_rank(), dist.get_world_size()
     columns = [torch.tensor(column, dtype=torch.float64).float() for column in zip(*SPECIAL, strict=True)]
     for isa in _C.available_isas():
@@ -200,10 +198,6 @@ def special_values() -> None:
             comm.all_reduce(flat, mean=False)
             assert_same_bits(flat, Reference(len(flat), world, carries=False).sum(tensors))
     _C.force_isa("")
-
-
-def test_special_values(on_ranks: OnRanks) -> None:
-    on_ranks(special_values)
 
 
 @given(
@@ -253,7 +247,8 @@ def mean_of_steps(comm: _C.Comm, mine: Tensor, carries: bool) -> Tensor:
     return total / STEPS
 
 
-def means_converge() -> None:
+@run_on(2, 3)
+def test_means_converge() -> None:
     comm, rank, world = wire_comm(), dist.get_rank(), dist.get_world_size()
     tensors = [torch.randn(5000, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     exact = torch.stack(tensors).double().sum(0)
@@ -266,12 +261,8 @@ def means_converge() -> None:
     assert errors[0].mean() < errors[1].mean() / 20
 
 
-def test_means_converge(on_ranks: OnRanks, on_three_ranks: OnRanks) -> None:
-    on_ranks(means_converge)
-    on_three_ranks(means_converge)
-
-
-def errors_end() -> None:
+@run_on(2)
+def test_errors_end_with_their_values() -> None:
     comm, rank, world = wire_comm(), dist.get_rank(), dist.get_world_size()
     tensors = [values_of(r, 2000) for r in range(world)]
     memory = torch.zeros(3000)
@@ -312,10 +303,6 @@ def errors_end() -> None:
     del held
 
 
-def test_errors_end_with_their_values(on_ranks: OnRanks) -> None:
-    on_ranks(errors_end)
-
-
 # ---- The wrapper.
 
 
@@ -332,7 +319,8 @@ def train_on(model: DDP, factors: list[Tensor], steps: int) -> list[Tensor]:
     return [total / steps for total in totals]
 
 
-def gradients_converge() -> None:
+@run_on(2, 3)
+def test_gradients_converge() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = (1, 65, 70_000, 1000, 40_000)
     tensors = [
@@ -358,11 +346,6 @@ def gradients_converge() -> None:
     assert_equal_on_ranks([w.grad for w in model.module.weights])
 
 
-def test_gradients_converge(on_ranks: OnRanks, on_three_ranks: OnRanks) -> None:
-    on_ranks(gradients_converge)
-    on_three_ranks(gradients_converge)
-
-
 class Backwards(Products):
     """Uses its weights in the reverse of their order, so that buckets are laid out again after the first step."""
 
@@ -373,7 +356,8 @@ class Backwards(Products):
         return total
 
 
-def layouts_change() -> None:
+@run_on(2)
+def test_errors_do_not_follow_a_place_to_other_gradients() -> None:
     """Has a large gradient, of which much is rounded off, and small ones that float8 represents."""
     model = DDP(Backwards(*[1024] * 4), **WIRE, bucket_cap_mb=0.004)
     weights = list(model.module.weights)
@@ -390,11 +374,8 @@ def layouts_change() -> None:
     assert set(places[0]) == set(places[-1])  # the memory is the same
 
 
-def test_errors_do_not_follow_a_place_to_other_gradients(on_ranks: OnRanks) -> None:
-    on_ranks(layouts_change)
-
-
-def steps_in_backward() -> None:
+@run_on(2)
+def test_steps_in_backward() -> None:
     """Steps in backward, where buckets otherwise share memory."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = (300, 70_000, 40_000, 50_000)
@@ -415,11 +396,8 @@ def steps_in_backward() -> None:
         assert ((mean - torch.stack(of_ranks).double().mean(0)).abs() <= 2 * 0.31 * scale / STEPS + 1e-4 * scale).all()
 
 
-def test_steps_in_backward(on_ranks: OnRanks) -> None:
-    on_ranks(steps_in_backward)
-
-
-def two_dtypes_dawdling() -> None:
+@run_on(2, 4)
+def test_two_dtypes_over_one_group() -> None:
     """Has buckets of two wrappers in progress at once, which round to different dtypes over one process group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtypes = (FLOAT8, torch.bfloat16, FLOAT8)
@@ -442,12 +420,8 @@ def two_dtypes_dawdling() -> None:
             model.zero_grad()
 
 
-def test_two_dtypes_over_one_group(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
-    on_ranks(two_dtypes_dawdling)
-    on_four_ranks(two_dtypes_dawdling)
-
-
-def arguments() -> None:
+@run_on(2)
+def test_arguments() -> None:
     net = nn.Linear(3, 3)
     for name in (FLOAT8, "float8_e5m2", "torch.float8_e5m2"):
         assert transport.requested_wire_dtype(name) is FLOAT8
@@ -466,7 +440,3 @@ def arguments() -> None:
     mine = [torch.bfloat16, FLOAT8][dist.get_rank()]
     with pytest.raises(RuntimeError, match=r"wire_dtype.*differs: rank 0: .*bfloat16.*; rank 1: .*float8_e5m2"):
         DDP(net, wire_dtype=mine)
-
-
-def test_arguments(on_ranks: OnRanks) -> None:
-    on_ranks(arguments)

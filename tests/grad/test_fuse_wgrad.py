@@ -22,10 +22,11 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
-from ddp_cases import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
+from ddp_cases import SMALL_BUCKETS, Tied, TorchDDP, assert_equal_on_ranks
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.grad.fuse_wgrad import Linear
+from ranks import run_on
 from reference.formats import accumulated as added
 
 # Only block products sum products of bfloat16 values in float32 on the CPU.
@@ -692,7 +693,12 @@ def test_windows() -> None:
         assert torch.equal(seen[0].float(), torch.ones(4, 8) @ x.float())
 
 
-def on_ranks_as_torch(options: dict[str, Any], has_main: bool) -> None:
+@pytest.mark.parametrize("has_main", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, SMALL_BUCKETS, {**SMALL_BUCKETS, "find_unused_parameters": True}, {"static_graph": True}]
+)
+@run_on(2)
+def test_ranks(options: dict[str, Any], has_main: bool) -> None:
     torch.manual_seed(1)
     net = nn.Sequential(layer(10, 37), nn.ReLU(), layer(37, 5, bias=False), layer(5, 3))
     with torch.no_grad():
@@ -724,15 +730,8 @@ def on_ranks_as_torch(options: dict[str, Any], has_main: bool) -> None:
     assert_equal_on_ranks([param.detach() for param in net.parameters()])
 
 
-@pytest.mark.parametrize("has_main", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, SMALL_BUCKETS, {**SMALL_BUCKETS, "find_unused_parameters": True}, {"static_graph": True}]
-)
-def test_ranks(on_ranks: OnRanks, options: dict[str, Any], has_main: bool) -> None:
-    on_ranks(on_ranks_as_torch, options, has_main)
-
-
-def wrapped_by_torch() -> None:
+@run_on(2)
+def test_wrapped_by_torch() -> None:
     """torch's own DDP reduces the gradients of fused layers, too."""
     for options in ({}, {"gradient_as_bucket_view": True}):
         torch.manual_seed(1)
@@ -748,10 +747,6 @@ def wrapped_by_torch() -> None:
             assert_same_grads(ours, theirs)
             for model in (ours, theirs):
                 model.zero_grad(set_to_none=step == 0)
-
-
-def test_wrapped_by_torch(on_ranks: OnRanks) -> None:
-    on_ranks(wrapped_by_torch)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import drivetrain
-from ddp_cases import SMALL_BUCKETS, OnRanks, Tied, TorchDDP, assert_equal_on_ranks, message_of
+from ddp_cases import SMALL_BUCKETS, Tied, TorchDDP, assert_equal_on_ranks, message_of
 from drivetrain import DistributedDataParallel as DDP
 from effort import rounds
+from ranks import run_on
 from reference.formats import accumulated as added
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -356,7 +357,10 @@ def summed(model: nn.Module, batches: list[Tensor], bits: int) -> list[Tensor]:
     return [drivetrain.float32_grad(param) if bits == 32 else param.grad for param in reference.parameters()]
 
 
-def main_grads_on_ranks(bits: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+@pytest.mark.parametrize("bits", [32, 24])
+@run_on(2)
+def test_reduced_where_they_lie(bits: int, transport: str) -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 5), nn.Tanh(), nn.Linear(5, 3)).bfloat16()
     drivetrain.main_grads(net, bits)
@@ -390,13 +394,9 @@ def main_grads_on_ranks(bits: int, transport: str) -> None:
     assert model.bucket_plan().why_not == "", model.bucket_plan()
 
 
-@pytest.mark.parametrize("transport", ["auto", "torch"])
 @pytest.mark.parametrize("bits", [32, 24])
-def test_reduced_where_they_lie(on_ranks: OnRanks, bits: int, transport: str) -> None:
-    on_ranks(main_grads_on_ranks, bits, transport)
-
-
-def windows_on_ranks(bits: int) -> None:
+@run_on(2)
+def test_windows_on_ranks(bits: int) -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 3)).bfloat16()
     drivetrain.main_grads(net, bits)
@@ -411,12 +411,8 @@ def windows_on_ranks(bits: int) -> None:
     assert all(not torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("bits", [32, 24])
-def test_windows_on_ranks(on_ranks: OnRanks, bits: int) -> None:
-    on_ranks(windows_on_ranks, bits)
-
-
-def too_late() -> None:
+@run_on(2)
+def test_wrapped_too_early() -> None:
     model = nn.Linear(2, 2).bfloat16()
     for wrapper in (DDP, TorchDDP):
         message = message_of(RuntimeError, lambda wrapper=wrapper: drivetrain.main_grads(wrapper(model)))
@@ -427,7 +423,3 @@ def too_late() -> None:
     message = message_of(RuntimeError, lambda: DDP(only_here))
     facts = "(2, 2) torch.bfloat16, strides (2, 1)"
     assert f"parameter 'weight' differs: rank 0: {facts}, gradient torch.float32; rank 1: {facts}." in message
-
-
-def test_wrapped_too_early(on_ranks: OnRanks) -> None:
-    on_ranks(too_late)

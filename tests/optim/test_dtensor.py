@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import drivetrain
 from drivetrain import optim
 from drivetrain.amp import GradScaler
+from ranks import run_on
 
 Run = Callable[..., list[Any]]
 
@@ -125,7 +126,20 @@ def test_elementwise_rules_on_four_ranks(on_four_ranks: Run, kind: str) -> None:
     on_four_ranks(_step_elementwise, *ELEMENTWISE[0], kind)
 
 
-def _low_precision(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"master_bits": 32, "state_bits": 16},
+        {"master_bits": 24, "state_bits": 32},
+        {"rounding": "kahan"},
+        # Each of two ranks has three blocks of 256 from the shape (512, 3).
+        {"master_bits": 24, "state_bits": 8, "min_8bit_size": 700},
+    ],
+    ids=["plain", "remainder16", "remainder8", "kahan", "codes"],
+)
+@run_on(2)
+def test_storages_follow_the_part(options: dict[str, Any]) -> None:
     mesh = mesh_of(2)
     sharded = make(mesh, [Shard(0)], torch.bfloat16)
     plain = [nn.Parameter(values(shape, seed, torch.bfloat16)) for seed, shape in enumerate(SHAPES)]
@@ -143,22 +157,6 @@ def _low_precision(options: dict[str, Any]) -> None:
             assert isinstance(value, DTensor) == (name != "step" and not name.endswith(("codes", "scales"))), name
     report = ours.report()
     assert report.num_elements == sum(param.to_local().numel() for param in sharded)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"master_bits": 32, "state_bits": 16},
-        {"master_bits": 24, "state_bits": 32},
-        {"rounding": "kahan"},
-        # Each of two ranks has three blocks of 256 from the shape (512, 3).
-        {"master_bits": 24, "state_bits": 8, "min_8bit_size": 700},
-    ],
-    ids=["plain", "remainder16", "remainder8", "kahan", "codes"],
-)
-def test_storages_follow_the_part(on_ranks: Run, options: dict[str, Any]) -> None:
-    on_ranks(_low_precision, options)
 
 
 class Net(nn.Module):
@@ -304,7 +302,8 @@ def test_clip_grad_norm_with_replicas(on_four_ranks: Run) -> None:
     on_four_ranks(_clip_grad_norm, "hsdp", 0.5)
 
 
-def _partial_gradients() -> None:
+@run_on(2)
+def test_gradients_that_are_partial_sums_are_reduced() -> None:
     mesh = mesh_of(2)
     for placement in (Replicate(), Shard(0)):
         param = nn.Parameter(distribute_tensor(values((4, 3), 0), mesh, [placement]))
@@ -324,11 +323,8 @@ def _partial_gradients() -> None:
         assert norm.item() == pytest.approx(3 * values((4, 3), 1).norm().item(), rel=1e-6)
 
 
-def test_gradients_that_are_partial_sums_are_reduced(on_ranks: Run) -> None:
-    on_ranks(_partial_gradients)
-
-
-def _scaler() -> None:
+@run_on(2)
+def test_an_overflow_in_one_part_leaves_the_step_out_everywhere() -> None:
     params = make(mesh_of(2), [Shard(0)])
     optimizer = optim.AdamW(params)
     for scaler in (torch.amp.GradScaler("cpu", init_scale=8.0), GradScaler("cpu", init_scale=8.0)):
@@ -343,11 +339,8 @@ def _scaler() -> None:
         assert scaler.get_scale() == 4.0  # The rank with a finite part backs off, too.
 
 
-def test_an_overflow_in_one_part_leaves_the_step_out_everywhere(on_ranks: Run) -> None:
-    on_ranks(_scaler)
-
-
-def _cast() -> None:
+@run_on(2)
+def test_a_cast_between_steps_is_refused() -> None:
     params = make(mesh_of(2), [Shard(0)])
     module = nn.ParameterList(params)
     optimizer = optim.AdamW(params)
@@ -365,11 +358,8 @@ def _cast() -> None:
             optimizer.step()
 
 
-def test_a_cast_between_steps_is_refused(on_ranks: Run) -> None:
-    on_ranks(_cast)
-
-
-def _refusals() -> None:
+@run_on(2)
+def test_what_is_not_supported_is_refused_at_construction() -> None:
     mesh = mesh_of(2)
     split = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
     low = nn.Parameter(distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)]))  # One rank has no row.
@@ -397,11 +387,8 @@ def _refusals() -> None:
         optimizer.step()
 
 
-def test_what_is_not_supported_is_refused_at_construction(on_ranks: Run) -> None:
-    on_ranks(_refusals)
-
-
-def _installed() -> None:
+@run_on(2)
+def test_installed_classes_stay_torchs_where_ours_cannot_step() -> None:
     # The names of this module are torch's classes, wherever install() finds them.
     torchs = torch.optim.SGD
     mesh = mesh_of(2)
@@ -441,11 +428,9 @@ def _installed() -> None:
         optim.SGD([partial])
 
 
-def test_installed_classes_stay_torchs_where_ours_cannot_step(on_ranks: Run) -> None:
-    on_ranks(_installed)
-
-
-def _whole_rules(name: str) -> None:
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB"])
+@run_on(2)
+def test_rules_of_whole_parameters_step_replicated_ones(name: str) -> None:
     shapes = [(8, 6), (6, 8)] if name == "Muon" else SHAPES
     mesh = mesh_of(2)
     replicated = [nn.Parameter(distribute_tensor(values(s, i), mesh, [Replicate()])) for i, s in enumerate(shapes)]
@@ -457,12 +442,8 @@ def _whole_rules(name: str) -> None:
     assert_equal(replicated, plain)
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB"])
-def test_rules_of_whole_parameters_step_replicated_ones(on_ranks: Run, name: str) -> None:
-    on_ranks(_whole_rules, name)
-
-
-def _muons_fallback() -> None:
+@run_on(2)
+def test_muons_fallback_steps_parts() -> None:
     """AdamW's groups are stepped in parts, so that they may have storage formats, and matrices are gathered."""
     mesh = mesh_of(2)
     sharded = make(mesh, [Shard(0)])
@@ -484,11 +465,11 @@ def _muons_fallback() -> None:
     assert [group["fallback"] for group in made[0].param_groups] == [False, True, True]
 
 
-def test_muons_fallback_steps_parts(on_ranks: Run) -> None:
-    on_ranks(_muons_fallback)
-
-
-def _schedule_free(options: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, torch.float32), ({"master_bits": 32, "state_bits": 32}, torch.bfloat16)]
+)
+@run_on(2)
+def test_schedule_free_adamw_moves_parts(options: dict[str, Any], dtype: torch.dtype) -> None:
     mesh = mesh_of(2)
     sharded = make(mesh, [Shard(0)], dtype)
     plain = [nn.Parameter(values(shape, seed, dtype)) for seed, shape in enumerate(SHAPES)]
@@ -506,13 +487,6 @@ def _schedule_free(options: dict[str, Any], dtype: torch.dtype) -> None:
     for optimizer in made:
         optimizer.train()
     assert_equal(sharded, plain)
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype"), [({}, torch.float32), ({"master_bits": 32, "state_bits": 32}, torch.bfloat16)]
-)
-def test_schedule_free_adamw_moves_parts(on_ranks: Run, options: dict[str, Any], dtype: torch.dtype) -> None:
-    on_ranks(_schedule_free, options, dtype)
 
 
 # Some matrices take several units of Adafactor's sums, some have uneven parts, and some leave ranks without a row.
@@ -613,7 +587,8 @@ def test_checkpoint_of_sums_goes_on_at_four_ranks(on_ranks: Run, on_four_ranks: 
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def _deepcopy() -> None:
+@run_on(2)
+def test_a_loaded_state_dict_has_the_same_8_bits() -> None:
     params = make(mesh_of(2), [Shard(0)])
     optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=1)
     set_grads(params, 0)
@@ -634,11 +609,8 @@ def _deepcopy() -> None:
     assert all(isinstance(entry["exp_avg"], DTensor) for entry in saved["state"].values())
 
 
-def test_a_loaded_state_dict_has_the_same_8_bits(on_ranks: Run) -> None:
-    on_ranks(_deepcopy)
-
-
-def _under_fully_shard() -> None:
+@run_on(2)
+def test_what_has_no_meaning_under_fully_shard_is_refused() -> None:
     mesh = mesh_of(2)
     net = _net(mesh)
     optimizer = optim.AdamW(net.parameters())
@@ -654,11 +626,8 @@ def _under_fully_shard() -> None:
     halves(values((4, 64), 0, torch.bfloat16)).sum().backward()  # The refusal left nothing behind.
 
 
-def test_what_has_no_meaning_under_fully_shard_is_refused(on_ranks: Run) -> None:
-    on_ranks(_under_fully_shard)
-
-
-def _checkpoint() -> None:
+@run_on(2)
+def test_checkpoint_gathers_resharded_parameters_again() -> None:
     mesh = mesh_of(2)
     plain, checkpointed = _net(mesh), _net(mesh)
     inputs = values((4, 64), dist.get_rank())
@@ -678,11 +647,8 @@ def _checkpoint() -> None:
     assert_equal([p.grad for p in checkpointed.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_checkpoint_gathers_resharded_parameters_again(on_ranks: Run) -> None:
-    on_ranks(_checkpoint)
-
-
-def _budget() -> None:
+@run_on(2)
+def test_activation_budget_works_without_resharding_and_refuses_it() -> None:
     mesh = mesh_of(2)
     inputs = values((256, 64), dist.get_rank())
 
@@ -708,11 +674,8 @@ def _budget() -> None:
     assert_equal([p.grad for p in kept.parameters()], [p.grad for p in resharded.parameters()])
 
 
-def test_activation_budget_works_without_resharding_and_refuses_it(on_ranks: Run) -> None:
-    on_ranks(_budget)
-
-
-def _two_dimensional() -> None:
+@run_on(4)
+def test_fully_shard_over_a_tensor_parallel_plan() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
 
@@ -739,7 +702,3 @@ def _two_dimensional() -> None:
         state = optimizer.state[a]["exp_avg"]
         assert (state.placements, state.shape) == (a.placements, a.shape)  # type: ignore[attr-defined]
         torch.testing.assert_close(whole(state), whole(reference.state[b]["exp_avg"]))
-
-
-def test_fully_shard_over_a_tensor_parallel_plan(on_four_ranks: Run) -> None:
-    on_four_ranks(_two_dimensional)

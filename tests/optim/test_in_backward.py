@@ -19,6 +19,7 @@ import drivetrain
 from ddp_cases import SMALL_BUCKETS, Fails, OnRanks, Tied, TorchDDP, assert_equal_on_ranks
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain import optim
+from ranks import run_on
 
 CAPS = [1e-6, 0.002, 25.0]  # in MiB: each parameter alone, some together, all together
 Make = Callable[[Any], optim.base.FusedOptimizer]
@@ -452,7 +453,10 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(128, 128, bias=k % 2 == 0) for k in range(24)])
 
 
-def buckets_that_share_memory(transport: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+@run_on(2)
+def test_buckets_share_memory(transport: str, dtype: torch.dtype) -> None:
     """Two optimizers share a model, and one of them steps after backward. remove() restores the gradient buffer."""
     torch.manual_seed(1)
     models = [DDP(deep().to(dtype), bucket_cap_mb=0.1, transport=transport) for _ in range(2)]
@@ -498,12 +502,6 @@ def buckets_that_share_memory(transport: str, dtype: torch.dtype) -> None:
         assert torch.equal(param.grad, expected.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transport", ["auto", "torch"])
-def test_buckets_share_memory(on_ranks: OnRanks, transport: str, dtype: torch.dtype) -> None:
-    on_ranks(buckets_that_share_memory, transport, dtype)
-
-
 def replicas_that_are_compared() -> str:
     torch.manual_seed(1)
     model = DDP(deep(), bucket_cap_mb=0.1, check_replicas_every=2)
@@ -540,7 +538,9 @@ def mapped_bytes() -> int:
     return mapped
 
 
-def memory_that_is_given_back() -> None:
+@run_on(2)
+def test_shared_memory_is_given_back() -> None:
+    """Counts the mapped bytes that the kernel reports."""
     DDP(nn.Linear(2, 2), report_hang_after=0)  # makes the group's board of tags, which stays
     gc.collect()
     without = mapped_bytes()
@@ -563,12 +563,8 @@ def memory_that_is_given_back() -> None:
     assert mapped_bytes() == without
 
 
-def test_shared_memory_is_given_back(on_ranks: OnRanks) -> None:
-    """Counts the mapped bytes that the kernel reports."""
-    on_ranks(memory_that_is_given_back)
-
-
-def memory_of_low_precision() -> None:
+@run_on(2)
+def test_mixed_precision_leaves_no_buffer_behind() -> None:
     DDP(nn.Linear(2, 2), report_hang_after=0)  # makes the group's board of tags, which stays
     gc.collect()
     without = mapped_bytes()
@@ -584,11 +580,8 @@ def memory_of_low_precision() -> None:
     assert mapped_bytes() == without
 
 
-def test_mixed_precision_leaves_no_buffer_behind(on_ranks: OnRanks) -> None:
-    on_ranks(memory_of_low_precision)
-
-
-def main_gradients_keep_the_buffer() -> None:
+@run_on(2)
+def test_main_gradients_keep_the_buffer() -> None:
     torch.manual_seed(1)
     net = deep().bfloat16()
     drivetrain.main_grads(net)
@@ -607,11 +600,8 @@ def main_gradients_keep_the_buffer() -> None:
     assert_equal_on_ranks([param.detach() for param in net.parameters()])
 
 
-def test_main_gradients_keep_the_buffer(on_ranks: OnRanks) -> None:
-    on_ranks(main_gradients_keep_the_buffer)
-
-
-def refusals_on_ranks() -> None:
+@run_on(2)
+def test_refusals_on_ranks() -> None:
     model = net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(NotImplementedError, match=r"step_in_backward\(\) needs a model in one drivetrain"):
@@ -628,7 +618,8 @@ def refusals_on_ranks() -> None:
         wrapped._set_static_graph()
 
 
-def wrappers_that_are_not_given() -> None:
+@run_on(2)
+def test_wrappers_that_are_not_given() -> None:
     """These cases must raise, because the ranks' parameters would diverge."""
     x = torch.randn(4, 10)
     for wrapper in (DDP, TorchDDP):
@@ -652,14 +643,6 @@ def wrappers_that_are_not_given() -> None:
     with pytest.raises(RuntimeError, match="wrap the model first, into one"):
         optim.SGD(shared.parameters(), lr=0.1).step_in_backward(first)
     del second
-
-
-def test_wrappers_that_are_not_given(on_ranks: OnRanks) -> None:
-    on_ranks(wrappers_that_are_not_given)
-
-
-def test_refusals_on_ranks(on_ranks: OnRanks) -> None:
-    on_ranks(refusals_on_ranks)
 
 
 def step_that_raises() -> str:

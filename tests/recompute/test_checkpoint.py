@@ -37,6 +37,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from drivetrain import DistributedDataParallel, checkpoint
 from drivetrain.optim import AdamW
+from ranks import run_on
 
 # ---- Bits.
 
@@ -604,16 +605,13 @@ def train(call: Checkpoint, unused: bool, rank: int) -> list[Tensor]:
     return results
 
 
-def train_both(unused: bool) -> None:
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "some unused"])
+@run_on(2)
+def test_under_ddp(unused: bool) -> None:
     rank = torch.distributed.get_rank()
     expected = train(plain, unused, rank)
     assert_same(train(checkpoint, unused, rank), expected)
     assert_same(train(verified, unused, rank), expected)
-
-
-@pytest.mark.parametrize("unused", [False, True], ids=["all used", "some unused"])
-def test_under_ddp(on_ranks: Callable[..., list[Any]], unused: bool) -> None:
-    on_ranks(train_both, unused)
 
 
 def test_parameters_that_backward_steps() -> None:

@@ -1,4 +1,4 @@
-// Implements Adam's and AdamW's arithmetic. Host and device; needs no torch header.
+// Implements the arithmetic of Adam, AdamW, Adamax, NAdam and RAdam. Host and device; needs no torch header.
 #pragma once
 
 #include <cmath>
@@ -65,6 +65,153 @@ template <class T>
 using Adam = AdamRule<T, false>;
 template <class T>
 using AdamAmsgrad = AdamRule<T, true>;
+
+// Adamax (Kingma & Ba 2015, alg. 2), with eps in the maximum as in torch.
+template <class T>
+struct Adamax {
+  using Args = Adamax<double>;
+  static constexpr bool kCountsSteps = true;
+  static constexpr int kNumStates = 2;
+  static constexpr bool kSquared[kMaxStates] = {false, true};  // a norm is never negative, and the step divides by it
+  T beta2, one_minus_beta1, eps, l2, sign;
+  T step_size;  // lr / bias_correction1
+
+  static DT_HOST_DEVICE Adamax make(const Hypers& hyper, double step) {
+    Adamax rule;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta1 = 1 - hyper.beta1;
+    rule.eps = hyper.eps;
+    rule.l2 = hyper.weight_decay;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.step_size = hyper.lr / (1 - power(hyper.beta1, step));
+    return rule;
+  }
+
+  template <class V>
+  DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
+    V& exp_avg = state[0];
+    V& exp_inf = state[1];
+    grad = sign * grad;
+    if (l2 != 0) grad = grad + l2 * param;
+    exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
+    exp_inf = maximum(beta2 * exp_inf, magnitude_of(grad) + eps);
+    param = param - step_size * (exp_avg / exp_inf);
+  }
+};
+
+// NAdam (Dozat 2016, alg. 2), with torch's decay of the momentum. The formula of the step is
+//
+//   lr * ((1 - mu) / (1 - mu_product) * grad + mu_next / (1 - mu_product * mu_next) * exp_avg)
+//   / (sqrt(exp_avg_sq / bias_correction2) + eps)
+//
+// Its fraction is expanded by sqrt(bias_correction2), as Adam's is.
+template <class T>
+struct Nadam {
+  using Args = Nadam<double>;
+  static constexpr bool kCountsSteps = true;
+  static constexpr int kNumScalars = 1;
+  static constexpr const char* kScalarNames[] = {"mu_product"};
+  static constexpr int kNumStates = 2;
+  static constexpr bool kSquared[kMaxStates] = {false, true};
+  T beta2, one_minus_beta1, one_minus_beta2, sign;
+  T decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
+  T l2;     // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
+  T eps;    // eps * sqrt(bias_correction2)
+  T grad_step, exp_avg_step;
+
+  // Returns a step's momentum, which approaches beta1.
+  static DT_HOST_DEVICE double mu_of(const Hypers& hyper, double step) {
+    return hyper.beta1 * (1 - 0.5 * real_power(0.96, step * hyper.momentum_decay));
+  }
+
+  // Advances the product of all momenta so far. torch multiplies in the product's own dtype.
+  static DT_HOST_DEVICE void advance(const Hypers& hyper, double step, Scalars& scalars) {
+    double mu = mu_of(hyper, step);
+    if (!scalars.is_double[0]) mu = static_cast<float>(mu);
+    set_scalar(scalars, 0, scalars.value[0] * mu);
+  }
+
+  static DT_HOST_DEVICE Nadam make(const Hypers& hyper, double step, Scalars scalars) {
+    const bool decoupled = hyper.decoupled_weight_decay != 0;
+    Nadam rule;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta1 = 1 - hyper.beta1;
+    rule.one_minus_beta2 = 1 - hyper.beta2;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.decay = decoupled ? 1 - hyper.lr * hyper.weight_decay : 1;
+    rule.l2 = decoupled ? 0 : hyper.weight_decay;
+    const double bias_correction2_sqrt = sqrt(1 - power(hyper.beta2, step));
+    rule.eps = hyper.eps * bias_correction2_sqrt;
+    advance(hyper, step, scalars);
+    const double mu = mu_of(hyper, step), mu_next = mu_of(hyper, step + 1), product = scalars.value[0];
+    rule.grad_step = hyper.lr * (1 - mu) / (1 - product) * bias_correction2_sqrt;
+    rule.exp_avg_step = hyper.lr * mu_next / (1 - product * mu_next) * bias_correction2_sqrt;
+    return rule;
+  }
+
+  template <class V>
+  DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
+    V& exp_avg = state[0];
+    V& exp_avg_sq = state[1];
+    grad = sign * grad;
+    if (l2 != 0) grad = grad + l2 * param;
+    param = param * decay;
+    exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad);
+    param = param - (grad_step * grad + exp_avg_step * exp_avg) / (square_root(exp_avg_sq) + eps);
+  }
+};
+
+// RAdam (Liu et al. 2020, alg. 2), with torch's eps and weight decay. Where the variance cannot be rectified yet, the
+// step has no divisor.
+template <class T>
+struct Radam {
+  using Args = Radam<double>;
+  static constexpr bool kCountsSteps = true;
+  static constexpr int kNumStates = 2;
+  static constexpr bool kSquared[kMaxStates] = {false, true};
+  T beta2, one_minus_beta1, one_minus_beta2, sign;
+  T decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
+  T l2;     // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
+  T eps, is_rectified;
+  T step_size;  // lr / bias_correction1, times the rectification and sqrt(bias_correction2) if rectified
+
+  static DT_HOST_DEVICE Radam make(const Hypers& hyper, double step) {
+    const bool decoupled = hyper.decoupled_weight_decay != 0;
+    Radam rule;
+    rule.beta2 = hyper.beta2;
+    rule.one_minus_beta1 = 1 - hyper.beta1;
+    rule.one_minus_beta2 = 1 - hyper.beta2;
+    rule.sign = hyper.maximize != 0 ? -1 : 1;
+    rule.decay = decoupled ? 1 - hyper.lr * hyper.weight_decay : 1;
+    rule.l2 = decoupled ? 0 : hyper.weight_decay;
+    rule.eps = hyper.eps;
+    const double beta2_power = power(hyper.beta2, step), bias_correction2 = 1 - beta2_power;
+    // Lengths of the simple moving average: the maximum, and the approximation at this step.
+    const double rho_inf = 2 / (1 - hyper.beta2) - 1;
+    const double rho = rho_inf - 2 * step * beta2_power / bias_correction2;
+    rule.is_rectified = rho > 5;
+    rule.step_size = hyper.lr / (1 - power(hyper.beta1, step));
+    if (rho > 5) {
+      const double rectification = (rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho);
+      rule.step_size *= sqrt(rectification) * sqrt(bias_correction2);
+    }
+    return rule;
+  }
+
+  template <class V>
+  DT_HOST_DEVICE void operator()(V& param, V grad, V (&state)[kMaxStates]) const {
+    V& exp_avg = state[0];
+    V& exp_avg_sq = state[1];
+    grad = sign * grad;
+    if (l2 != 0) grad = grad + l2 * param;
+    param = param * decay;
+    exp_avg = interpolated(exp_avg, grad, V(one_minus_beta1));
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad);
+    const V denominator = is_rectified != 0 ? square_root(exp_avg_sq) + eps : V(1);
+    param = param - step_size * (exp_avg / denominator);
+  }
+};
 
 DT_END_ISA
 

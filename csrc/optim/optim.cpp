@@ -23,7 +23,6 @@
 #include "optim/muon.h"
 #include "optim/run_cuda.h"
 #include "optim/run_shared.h"
-#include "optim/state.h"
 #include "optim/step_reader.h"
 #include "optim/trust_ratio.h"
 

@@ -1,5 +1,5 @@
-// Registers the layout and the conversion of states and parameters with Python; see state.h.
-#include "optim/state.h"
+// Registers the layout and the conversion of states and parameters with Python.
+#include "optim/optim.h"
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>

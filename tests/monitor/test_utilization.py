@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.monitor import Monitor
+from drivetrain.monitor.collector import system_values
 from drivetrain.monitor.flops import FlopCount, obstacle_to_counting, peak_flops
-from drivetrain.monitor.system import system_values
 
 
 def test_counts_agree_with_torchs() -> None:

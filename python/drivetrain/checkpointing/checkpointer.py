@@ -22,9 +22,8 @@ from .preemption.agreement import Flags, Ranks, named_wait
 from .preemption.cloud import Source
 from .preemption.interval import Interval, seconds_of
 from .preemption.notices import Notices, Preempted, say_how_to_continue
-from .restore import differing_config, load_newest, of_another_run, warn_of_differences
+from .restore import describe_run, differing_config, load_newest, of_another_run, warn_of_differences
 from .saver import Saver
-from .state import environment
 from .state.data_position import position_of
 from .state.position import Position, Stateful
 from .state.training_state import FORMAT, TrainingState
@@ -163,7 +162,7 @@ class Checkpointer:
             extra=extra or {},
             ranks=(self._ranks.rank, self._ranks.world_size),
         )
-        self._description = environment.describe(config, self._ranks.world_size)
+        self._description = describe_run(config, self._ranks.world_size)
         self._given_store = directory if isinstance(directory, Store) else None
         self._home = os.fspath(directory.directory if isinstance(directory, Store) else directory)
         self._new_store = functools.partial(

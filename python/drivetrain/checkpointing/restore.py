@@ -1,17 +1,22 @@
 """Finds the newest checkpoint that all ranks can read, and reads it with a progress bar."""
 
+import enum
 import logging
+import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from importlib.metadata import version
+from pathlib import Path, PurePath
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
 from .preemption.agreement import Ranks
-from .state import environment
+from .state.encoding import Encoder
 from .state.shards import JSON, read_shards
 from .state.training_state import TrainingState, names_of
 from .store.errors import CheckpointError, EncryptionError
@@ -94,18 +99,64 @@ def load_newest(
         del found[mine]
 
 
+def describe_run(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSON]:
+    """Returns the user's configuration and the environment as JSON."""
+    encoder = Encoder(lambda _: False, "")
+    encoded = encoder.encode(_plain(dict(config or {})), "config")
+    if encoder.tensors:
+        raise TypeError(f"{next(iter(encoder.tensors))} is a tensor, expected numbers, text and containers of them")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return {
+        "config": encoded,
+        "environment": {
+            "world_size": world_size,
+            "torch": str(torch.__version__),
+            "drivetrain": version("drivetrain"),
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "DRIVETRAIN_ISA": os.environ.get("DRIVETRAIN_ISA", ""),
+        },
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Returns settings with text in place of paths and members of enumerations, which are compared only."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_plain(item) for item in value)
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value
+
+
 def differing_config(
     checkpoint: Checkpoint, state: Mapping[str, JSON], description: Mapping[str, JSON], run: str | None
 ) -> list[str]:
     """Returns what differs between the settings and the environment of a checkpoint and the present ones."""
     saved = {name: state[f"run_{name}"] for name in description}
-    found = [text for text in environment.differences(saved, description) if "world_size" not in text]
+    found = [text for text in _differences(saved, description) if "world_size" not in text]
     if run is None and (settings := [text for text in found if text.startswith("config.")]):
         cure = f"run={checkpoint.run!r}" if checkpoint.run else "a name as `run`"
         raise ValueError(
             f"config differs from the one in {checkpoint.path}: {'; '.join(settings)}. To start another run, choose "
             f"another directory. To continue this one with other settings, pass {cure} to Checkpointer"
         )
+    return found
+
+
+def _differences(saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
+    """Returns a text per difference between two results of `describe_run`, such as "config.lr: 0.1, was 0.2"."""
+    found = []
+    for part in ("config", "environment"):
+        for name in sorted(saved[part].keys() | now[part].keys()):
+            before, after = saved[part].get(name, "absent"), now[part].get(name, "absent")
+            if before != after:
+                found.append(f"{part}.{name}: {after}, was {before}")
     return found
 
 

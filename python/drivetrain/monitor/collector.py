@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
+from ..memory import host_memory
 from ..phases import LABELS
 from .advice import Setup, advise
 from .hangs import Hang, HangWatch
@@ -19,7 +24,6 @@ from .progress import Progress
 from .stragglers import Exchange, Straggler
 from .stream import Event, Stream, event, step_event
 from .summary import Summary
-from .system import system_values
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
 # A look at the trace finds cold caches, which costs more than the steps that it takes: as few looks as the ring allows.
@@ -38,6 +42,25 @@ _logger = logging.getLogger("drivetrain")
 def is_filling(num_steps: int, num_records: int, seconds: float) -> bool:
     """Returns whether steps end, or records are written also outside of steps, so fast that the ring may fill up."""
     return num_steps > _BUSY_STEPS_PER_S * seconds or num_records > _BUSY_RECORDS_PER_S * seconds
+
+
+def system_values(device: torch.device) -> dict[str, float]:
+    """Returns load and memory of this process's host, and memory, percent and watts of the GPU that trains.
+
+    Without pynvml, the GPU's percent and watts are left out.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    values: dict[str, float] = {
+        "load_average": os.getloadavg()[0],
+        "process_memory_bytes": pages * resource.getpagesize(),
+        "memory_available_bytes": host_memory().available,
+    }
+    if device.type == "cuda":
+        values["gpu_peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+        with contextlib.suppress(Exception):  # pynvml is missing, or a driver's NVML, or the GPU reports no value
+            values["gpu_busy_percent"] = torch.cuda.utilization(device)
+            values["gpu_power_watts"] = torch.cuda.power_draw(device) / 1e3
+    return values
 
 
 class Collector:

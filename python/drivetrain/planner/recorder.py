@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +16,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..monitor.flops import flops_of
-from .trace import ALLOC, FREE, OP, Block, Category, Event, OpCall, Operand, Phase, Signature, StepTrace, TensorSpec
+from ..optim import step as steps
+from ..optim.engine import Engine
+from ..optim.report import states_of_step
+from .trace import (
+    ALLOC,
+    FREE,
+    OP,
+    STEP,
+    Block,
+    Category,
+    Event,
+    OpCall,
+    Operand,
+    Phase,
+    Signature,
+    StepTrace,
+    TensorSpec,
+)
 from .workspaces import bytes_kept_by_recurrence
 
 if TYPE_CHECKING:
@@ -309,3 +328,85 @@ def plausible(dtype: torch.dtype) -> bool | int | float:
     if dtype == torch.bool:
         return True  # as of torch.isfinite(loss).all()
     return 1.0 if dtype.is_floating_point else 1
+
+
+@contextlib.contextmanager
+def native_steps(recorder: Recorder) -> Iterator[None]:
+    """Makes steps of drivetrain's optimizers record the states that they would allocate, inside of the block."""
+    known: set[tuple[int, str]] = set()
+
+    def step(engine: Engine, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer, moved = engine.optimizer, 0
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                there = optimizer.state.get(param, {})
+                moved += 3 * param.numel() * param.element_size()
+                for name, size in states_of_step(engine, param, group).items():
+                    moved += 2 * size
+                    if name not in there and (id(param), name) not in known:
+                        known.add((id(param), name))
+                        recorder.allocate(size, param, name)
+        recorder.native_op(f"drivetrain::{type(optimizer).__name__}", moved)
+        return loss
+
+    plain, steps.step = steps.step, step
+    try:
+        yield
+    finally:
+        steps.step = plain
+
+
+def without_copies(trace: StepTrace, accumulations: dict[int, tuple[int, ...]]) -> list[Event]:
+    """Corrects the events for memory that autograd reuses.
+
+    Autograd adds up gradients in place of one that nothing else refers to, and takes a parameter's first gradient
+    without a copy. It does neither for tensors without values. The trace then has an operation with a new block there,
+    after which an operand of the same size is freed. The new block then continues that operand's.
+    """
+    events = trace.events
+    freed_soon: dict[int, int] = {}  # the event that frees a reused operand, by the event that allocates the result
+    for position, event in enumerate(events):
+        if event.kind != OP or event.subject not in accumulations:
+            continue
+        if position + 1 >= len(events) or events[position + 1].kind != ALLOC:
+            continue
+        made = trace.blocks[events[position + 1].subject]
+        for later in range(position + 2, min(position + 8, len(events))):
+            if events[later].kind in (OP, STEP):
+                break
+            block = events[later].subject
+            is_operand = events[later].kind == FREE and block in accumulations[event.subject]
+            if is_operand and trace.blocks[block].num_bytes == made.num_bytes:
+                freed_soon[position + 1] = later
+                break
+    same: dict[int, int] = {}
+
+    def origin(block: int) -> int:
+        while block in same:
+            block = same[block]
+        return block
+
+    removed = set(freed_soon.values())
+    result = []
+    for position, event in enumerate(events):
+        if position in freed_soon:
+            operand, made_block = events[freed_soon[position]].subject, event.subject
+            same[made_block] = origin(operand)
+            taken, first = trace.blocks[made_block], trace.blocks[same[made_block]]
+            if taken.category == "gradients":
+                first.category, first.parameter = taken.category, taken.parameter
+        elif position not in removed:
+            index = origin(event.subject) if event.kind in (ALLOC, FREE) else event.subject
+            result.append(Event(event.kind, index))
+    for op in trace.ops:
+        op.reads = tuple(dict.fromkeys(map(origin, op.reads)))
+        op.writes = tuple(dict.fromkeys(map(origin, op.writes)))
+        op.operands = tuple(Operand(origin(operand.block), operand.offset) for operand in op.operands)
+        op.results = tuple(map(origin, op.results))
+    return result

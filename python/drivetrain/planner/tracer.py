@@ -18,10 +18,8 @@ from torch.utils._pytree import tree_leaves
 from ..frames import users_line
 from ..optim.state_dicts import states_of_params
 from .kernels import KernelChoice
-from .native import native_steps
 from .period import steps_until_settled
-from .recorder import Recorder
-from .reuse import without_copies
+from .recorder import Recorder, native_steps, without_copies
 from .trace import STEP, Event, ParameterInfo, StepTrace
 
 

@@ -14,10 +14,8 @@ from .rule import Group, Numbers, rule_of
 class Engine:
     """An optimizer, with what is kept of it and its class's rule. It lives as long as one call.
 
-    The functions that take it are in `step.py`, `native_step.py`, `state_dicts.py` and `left_to_torch.py`.
-
-    Args:
-        optimizer: The optimizer of a script, or a proxy that shares its attributes.
+    The functions that take it are in `step.py`, `native_step.py`, `state_dicts.py` and `left_to_torch.py`. The
+    optimizer may be a proxy that shares the attributes of one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -99,12 +99,7 @@ def check_group(engine: Engine, index: int) -> None:
 
 
 def step_as_torch(engine: Engine, overflow_flag: Tensor | None) -> None:
-    """Steps as torch's class does.
-
-    Args:
-        engine: The optimizer.
-        overflow_flag: Receives whether any gradient is not finite.
-    """
+    """Steps as torch's class does. The flag receives whether any gradient is not finite."""
     if pieces.has_any(engine.optimizer):
         raise NotImplementedError(
             f"{engine.class_name} takes torch's steps, and has parameters of a DistributedDataParallel with shard=: "

@@ -22,13 +22,7 @@ def complete_states(
 ) -> list[Tensor]:
     """Creates missing states under torch's names, and converts states to the storage format that their group asks for.
 
-    Runs in one pass per device without waiting for it.
-
-    Args:
-        engine: The optimizer.
-        params: Parameters, each with its group and label.
-        rule: The native rule of all of them.
-        states: The optimizer's states by parameter.
+    Runs in one pass per device without waiting for it. Parameters come with their groups and labels.
 
     Returns:
         The parameters that had no state of the rule: this is their first step.
@@ -90,11 +84,7 @@ def step_all(engine: Engine, reader: _C.StepReader, options: _C.StepOptions) -> 
 def step_groups(engine: Engine, groups: list[Group], reader: _C.StepReader, options: _C.StepOptions) -> Result:
     """Steps `groups`: this optimizer's groups, or copies of them with some of their parameters.
 
-    Args:
-        engine: The optimizer.
-        groups: Parameter groups.
-        reader: Keeps what it read, so use one reader for the same parameters each time.
-        options: Unscaling, clipping and zeroing.
+    The reader keeps what it read, so use one reader for the same parameters each time.
     """
     if not all(isinstance(group["params"], list) for group in groups):  # but a tuple, a ParameterList, ...
         groups = [{**group, "params": list(group["params"])} for group in groups]

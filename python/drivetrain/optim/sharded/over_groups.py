@@ -64,9 +64,7 @@ def divide(params: Iterable[Tensor]) -> "tuple[list[Tensor], dict[ReducesOverGro
 def share_overflow(params: Iterable[Tensor], flags: Iterable[Tensor]) -> None:
     """Lets all ranks that train the parameters find an overflow if one of them does. All must call it.
 
-    Args:
-        params: The parameters.
-        flags: Above 0 where a gradient is not finite: float32 [] each; every rank must have the same number.
+    Flags are above 0 where a gradient is not finite: float32 [] each; every rank must have the same number.
     """
     for ranks in divide(params)[1]:
         for flag in flags:

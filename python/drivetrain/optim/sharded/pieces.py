@@ -202,11 +202,8 @@ def parts_with_gradients(params: list[Tensor]) -> Iterator[list[Tensor]]:
 class Swapped:
     """The pieces that stand in an optimizer's groups and state in place of parameters.
 
-    Optimizers of drivetrain.optim get DTensors, others plain tensors. If a piece cannot be used, nothing has changed.
-
-    Args:
-        optimizer: The optimizer.
-        with_gradients: Gives them gradients, for a step.
+    Optimizers of drivetrain.optim get DTensors, others plain tensors. They have gradients if it is for a step. If a
+    piece cannot be used, nothing has changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, with_gradients: bool) -> None:

@@ -186,46 +186,46 @@ def _train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> No
         optimizer.zero_grad()
 
 
-def _save(folder: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Trains three steps, saves after them, and trains two more."""
+def _go_on(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Trains two steps more. Returns the parameters after them, and what was there before them."""
+    state = get_optimizer_state_dict(net, optimizer)["state"]
+    before = {name: whole(param).detach().clone() for name, param in net.named_parameters()}
+    before.update(
+        {f"{name} exp_avg": whole(state[name]["exp_avg"]).clone() for name in before if "exp_avg" in state[name]}
+    )
+    _train(net, optimizer, range(3, 5))
+    return [whole(param).detach() for param in net.parameters()], before
+
+
+def _save(folder: str, rule: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
     net = _net(init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = optim.AdamW(net.parameters(), lr=1e-2, **options)
+    optimizer = getattr(optim, rule)(net.parameters(), lr=1e-2, **options)
     _train(net, optimizer, range(3))
     state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
     dcp.save(state, checkpoint_id=folder)
-    moments = {}
-    for name, param in net.named_parameters():
-        moments[f"{name} exp_avg"] = whole(get_optimizer_state_dict(net, optimizer)["state"][name]["exp_avg"]).clone()
-        moments[name] = whole(param).detach().clone()
-    _train(net, optimizer, range(3, 5))
-    return [whole(param).detach() for param in net.parameters()], moments
+    return _go_on(net, optimizer)
 
 
-def _load(folder: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _load(folder: str, rule: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
     net = _net(init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = optim.AdamW(net.parameters(), lr=1e-2, **options)
+    optimizer = getattr(optim, rule)(net.parameters(), lr=1e-2, **options)
     state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
     dcp.load(state, checkpoint_id=folder)
     net.load_state_dict(state["model"])
     set_optimizer_state_dict(net, optimizer, state["optim"])
-    moments = {}
-    for name, param in net.named_parameters():
-        moments[name] = whole(param).detach().clone()
-        moments[f"{name} exp_avg"] = whole(optimizer.state[param]["exp_avg"]).clone()
-    _train(net, optimizer, range(3, 5))
-    return [whole(param).detach() for param in net.parameters()], moments
+    return _go_on(net, optimizer)
 
 
 @pytest.mark.parametrize("options", [{}, {"state_bits": 8, "min_8bit_size": 1}], ids=["plain", "codes"])
 def test_checkpoint_of_two_ranks_goes_on_at_two_and_at_four(
     on_ranks: Run, on_four_ranks: Run, tmp_path: Any, options: dict[str, Any]
 ) -> None:
-    params, moments = on_ranks(_save, str(tmp_path / "saved"), options)[0]
-    again, loaded = on_ranks(_load, str(tmp_path / "saved"), options)[0]
+    params, moments = on_ranks(_save, str(tmp_path / "saved"), "AdamW", options)[0]
+    again, loaded = on_ranks(_load, str(tmp_path / "saved"), "AdamW", options)[0]
     assert_equal([loaded[name] for name in moments], list(moments.values()))
     for a, b in zip(again, params, strict=True):  # Only the scales of 8-bit states may differ.
         torch.testing.assert_close(a, b, rtol=1e-6 if options else 0.0, atol=1e-7 if options else 0.0)
-    elsewhere, loaded = on_four_ranks(_load, str(tmp_path / "saved"), options)[0]
+    elsewhere, loaded = on_four_ranks(_load, str(tmp_path / "saved"), "AdamW", options)[0]
     assert_equal([loaded[name] for name in moments], list(moments.values()))
     tolerance = {"rtol": 0.0, "atol": 2e-3} if options else {}  # Other blocks have other scales.
     for a, b in zip(elsewhere, params, strict=True):
@@ -559,31 +559,11 @@ def test_rules_that_add_up_over_parameters_on_four_ranks(on_four_ranks: Run) -> 
     on_four_ranks(_summed_rules, [((2, 2), placements) for placements in layouts])
 
 
-def _save_sums(folder: str, name: str) -> list[Tensor]:
-    net = _net(init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = getattr(optim, name)(net.parameters(), lr=1e-2)
-    _train(net, optimizer, range(3))
-    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
-    dcp.save(state, checkpoint_id=folder)
-    _train(net, optimizer, range(3, 5))
-    return [whole(param).detach() for param in net.parameters()]
-
-
-def _load_sums(folder: str, name: str) -> list[Tensor]:
-    net = _net(init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = getattr(optim, name)(net.parameters(), lr=1e-2)
-    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    net.load_state_dict(state["model"])
-    set_optimizer_state_dict(net, optimizer, state["optim"])
-    _train(net, optimizer, range(3, 5))
-    return [whole(param).detach() for param in net.parameters()]
-
-
 @pytest.mark.parametrize("name", ["LAMB", "Adafactor"])
 def test_checkpoint_of_sums_goes_on_at_four_ranks(on_ranks: Run, on_four_ranks: Run, tmp_path: Any, name: str) -> None:
-    expected = on_ranks(_save_sums, str(tmp_path / "saved"), name)[0]
-    for a, b in zip(on_four_ranks(_load_sums, str(tmp_path / "saved"), name)[0], expected, strict=True):
+    expected, _ = on_ranks(_save, str(tmp_path / "saved"), name, {})[0]
+    params, _ = on_four_ranks(_load, str(tmp_path / "saved"), name, {})[0]
+    for a, b in zip(params, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, device, dtype, nn
 from typing_extensions import Self
@@ -391,10 +391,9 @@ def activation_recorder_key() -> str: ...
 _PlannedOp: TypeAlias = tuple[
     str, Sequence[int], bool, int | None, Sequence[bool], Sequence[Sequence[tuple[int, int]]], str, Sequence[int], int
 ]
-_ActivationPurpose: TypeAlias = Literal["plan", "profile", "frugal profile", "timings"]
 
 class ActivationRecorder:
-    def __init__(self, purpose: _ActivationPurpose = "plan") -> None: ...
+    def __init__(self, is_profile: bool = False) -> None: ...
     def set_plans(self, plans: Sequence[Sequence[_PlannedOp]]) -> None: ...
     def set_formats(self, tried: Sequence[int], pool: OffloadPool | None, budget_bytes: int) -> None: ...
     def set_limit(self, bytes: int) -> None: ...

@@ -202,7 +202,7 @@ def test_a_step_on_another_path_is_right() -> None:
 
     plan.remove()
     plan = drivetrain.activation_budget(model, changing, "90%")
-    assert any("took different paths" in note for note in plan.notes)
+    assert any("took another path" in note for note in plan.notes)
 
 
 @ABOVE

@@ -49,7 +49,7 @@ def test_gradients_have_the_same_bits(inner: "Callable[[Tensor], Tensor] | str")
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Model(torch.compile(helper, backend=inner) if isinstance(inner, str) else inner)
-    x = torch.randn(16, 8)
+    x = torch.randn(96, 8)
 
     def step() -> None:
         model(x).backward()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import drivetrain
-from drivetrain.budget.trace import _recorded
+from drivetrain.budget.trace import profile
 from suite.activation_memory import allocated
 
 
@@ -187,9 +187,29 @@ def test_a_profile_takes_no_more_memory_for_what_autograd_does_not_save() -> Non
     layers = [layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.ReLU())]
     model, x = nn.Sequential(*layers).requires_grad_(False), torch.randn(1024, 64)
     model.append(nn.Linear(64, 1))
-    with _recorded(model, [], None, "timings"):
+    peak = 0
+
+    def step() -> None:
+        nonlocal peak
         _, peak = allocated(lambda: model(x).sum())
+
+    profile(model, step)
     assert peak < 6 * x.nbytes
+
+
+def test_a_profile_takes_about_the_square_root_of_what_a_step_saves() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(64) for layer in (nn.Linear(64, 64), nn.GELU())]
+    model, x = nn.Sequential(*layers), torch.randn(1024, 64)  # 256 KiB
+    peak = 0
+
+    def step() -> None:
+        nonlocal peak
+        _, peak = allocated(lambda: model(x).sum())
+
+    _, saved = profile(model, step)
+    assert saved >= 127 * x.nbytes
+    assert peak < 3 * 127**0.5 * x.nbytes
 
 
 def test_what_is_counted_by_a_dispatch_mode(gpt: tuple[nn.Module, Step]) -> None:

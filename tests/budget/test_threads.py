@@ -69,28 +69,22 @@ def test_a_pass_in_a_thread_that_has_ended(gpt: tuple[nn.Module, Step]) -> None:
     assert plan.live_bytes == 0
 
 
-def under_ddp(ddp: type[nn.Module], steps: int, fits: bool) -> None:
+def under_ddp(ddp: type[nn.Module], steps: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(ResNet(), nn.Identity())
     reference = copy.deepcopy(model)
     wrapped, plain = ddp(model), ddp(reference)
     torch.manual_seed(torch.distributed.get_rank())
     x = torch.randn(4, 3, 12, 12)
-    calls = 0
 
     def step() -> None:
-        nonlocal calls
-        calls += 1
         wrapped.zero_grad()
-        loss = wrapped(x)
-        if calls == 1 and not fits:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-        loss.backward()
+        wrapped(x).backward()
 
     plan = drivetrain.activation_budget(wrapped, step, "60%")
     assert plan.measured_bytes is not None
     assert plan.measured_bytes <= plan.budget_bytes
-    assert len(plan.notes) == (not fits)
+    assert not plan.notes
     for _ in range(steps):
         for one in (wrapped, plain):
             one.zero_grad()
@@ -102,10 +96,9 @@ def under_ddp(ddp: type[nn.Module], steps: int, fits: bool) -> None:
     assert plan.live_bytes == 0
 
 
-@pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("ddp", [drivetrain.DistributedDataParallel, nn.parallel.DistributedDataParallel])
-def test_under_ddp(on_ranks: Callable[..., list[Any]], ddp: type[nn.Module], fits: bool) -> None:
-    on_ranks(under_ddp, ddp, 2, fits)
+def test_under_ddp(on_ranks: Callable[..., list[Any]], ddp: type[nn.Module]) -> None:
+    on_ranks(under_ddp, ddp, 2)
 
 
 @run_on(2)

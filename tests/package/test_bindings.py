@@ -62,7 +62,7 @@ def makers(comm: _C.Comm) -> dict[str, Callable[[], object]]:
     weight = nn.Parameter(torch.ones(2))
     return {
         "ActivationCall": lambda: _C.ActivationCall(recorder, model),
-        "ActivationRecorder": lambda: _C.ActivationRecorder("plan"),
+        "ActivationRecorder": lambda: _C.ActivationRecorder(is_profile=True),
         "ActivationScope": lambda: _C.ActivationScope(recorder),
         "Conversions": _C.Conversions,
         "MainGrads": lambda: _C.MainGrads([weight], [torch.zeros(2)], lambda index: True),

@@ -5,6 +5,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace drivetrain::budget {
 
@@ -21,6 +22,16 @@ void for_each_tensor(const c10::IValue& value, const Function& function) {
       if (is_defined_tensor(list[i])) function(list[i].toTensor(), static_cast<int32_t>(i));
     }
   }
+}
+
+// Returns the first argument that is a device, else the device of the first tensor, else the CPU.
+inline c10::Device device_of(c10::ArrayRef<c10::IValue> arguments) {
+  std::optional<c10::Device> device;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isDevice()) return argument.toDevice();
+    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) { device = device.value_or(tensor.device()); });
+  }
+  return device.value_or(c10::kCPU);
 }
 
 inline at::Tensor tensor_in(const c10::IValue& value, int32_t element) {

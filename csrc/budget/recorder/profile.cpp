@@ -1,43 +1,61 @@
-// Re-executes operations, and compares and times their results; see profile.h.
+// Calls operations again, compares and times their results, and chooses what a profile holds; see profile.h.
 #include "budget/recorder/profile.h"
 
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <set>
-#include <unordered_map>
+#include <functional>
+#include <string_view>
 
-#include "base/check.h"
+#include "base/hash.h"
+#include "recompute/ambient.h"
 
 namespace drivetrain::budget {
 namespace {
 
 constexpr int64_t kSmallestOffload = 1 << 16;  // the start of a copy dominates the time of smaller ones
 
+// Hashes an argument without tensors. Types other than numbers, strings and lists of them contribute only their kind.
+uint64_t hash_of_setting(const c10::IValue& value) {
+  const uint64_t hash = std::hash<std::string>()(value.tagKind());
+  if (value.isInt()) return mix(hash, static_cast<uint64_t>(value.toInt()));
+  if (value.isBool()) return mix(hash, static_cast<uint64_t>(value.toBool()));
+  if (value.isDouble()) return mix(hash, std::bit_cast<uint64_t>(value.toDouble()));
+  if (value.isString()) return mix(hash, std::hash<std::string_view>()(value.toStringView()));
+  if (!value.isList()) return hash;
+  uint64_t of_all = hash;
+  for (const c10::IValue& element : value.toListRef()) of_all = mix(of_all, hash_of_setting(element));
+  return of_all;
+}
+
+// Returns a number that is equal for operations that do the same work: same operator, settings, shapes and dtypes.
+uint64_t kind_of(const RecordedOp& op) {
+  uint64_t kind = mix(op.traits->identity, op.args.size());
+  for (const c10::IValue& arg : op.args) kind = mix(kind, hash_of_setting(arg));
+  for (const TensorRef& ref : op.refs) {
+    kind = mix(mix(kind, static_cast<uint64_t>(ref.arg)), static_cast<uint64_t>(c10::typeMetaToScalarType(ref.dtype)));
+    for (const c10::DimVector* dims : {&ref.sizes, &ref.strides}) {
+      for (const int64_t dim : *dims) kind = mix(kind, static_cast<uint64_t>(dim));
+    }
+  }
+  return kind;
+}
+
 }  // namespace
 
-Profile::Profile(Tape& tape, ValueStore& store, const Replay& replay, const ReadChecks& checks,
-                 std::shared_ptr<MemoryTracker> tracker)
+Profile::Profile(Tape& tape, ValueStore& store, Replay& replay, const ReadChecks& checks,
+                 std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<KindsOfOps> unrepeatable)
     : tape_(tape),
       store_(store),
       replay_(replay),
       checks_(checks),
       tracker_(std::move(tracker)),
-      begin_(tracker_->num_uses()) {}
-
-std::unique_ptr<Profile> Profile::make(RecordingPurpose purpose, Tape& tape, ValueStore& store, const Replay& replay,
-                                       const ReadChecks& checks, std::shared_ptr<MemoryTracker> tracker) {
-  switch (purpose) {
-    case RecordingPurpose::kPlan:
-      break;
-    case RecordingPurpose::kProfile:
-      return std::unique_ptr<Profile>(new ForwardProfile(tape, store, replay, checks, std::move(tracker)));
-    case RecordingPurpose::kFrugalProfile:
-      return std::unique_ptr<Profile>(new FrugalProfile(tape, store, replay, checks, std::move(tracker)));
-    case RecordingPurpose::kTimings:
-      return std::unique_ptr<Profile>(new BackwardProfile(tape, store, replay, checks, std::move(tracker)));
-  }
-  return nullptr;
+      unrepeatable_(std::move(unrepeatable)),
+      begin_(tracker_->num_uses()),
+      parts_(tape, store) {
+  replay.set_observer([this](int32_t op, DeviceTimer timer, const std::vector<at::Tensor>& results) {
+    note_replay(op, std::move(timer), results);
+  });
 }
 
 void Profile::fill_with_garbage(const at::Tensor& tensor) {
@@ -47,73 +65,64 @@ void Profile::fill_with_garbage(const at::Tensor& tensor) {
   bytes_of(tensor).fill_(kGarbage);
 }
 
-void Profile::note_take(int32_t value) { uses_.push_back({value, false, tracker_->next_use()}); }
+// ---- Forward
 
-void Profile::note_release(int32_t value) { uses_.push_back({value, true, tracker_->next_use()}); }
-
-std::vector<at::Tensor> Profile::reexecute(int32_t index, const std::function<const at::Tensor&(int32_t)>& memory_of,
-                                           const std::function<bool(int32_t)>& takes_over) {
-  RecordedOp& op = tape_.ops[index];
+bool Profile::repeats(RecordedOp& op, int32_t index, const std::vector<at::Tensor>& made, const Memory& memory) {
+  op.kind = kind_of(op);
+  if (unrepeatable_->count(op.kind) != 0) return false;
+  if (std::any_of(op.refs.begin(), op.refs.end(),
+                  [](const TensorRef& ref) { return ref.value < 0 && (is_freed(ref) || is_written(ref)); })) {
+    return false;
+  }
+  const recompute::RandomStates states = recompute::RandomStates::now();
+  const recompute::RandomStatesGuard random_states(&states);
   std::optional<DeviceTimer> timer;
-  if (op.refs.empty()) {
-    const auto device = std::find_if(op.args.begin(), op.args.end(), [](const auto& arg) { return arg.isDevice(); });
-    timer.emplace(device == op.args.end() ? c10::Device(c10::kCPU) : device->toDevice());
-  }
-  const std::unordered_map<int32_t, at::Tensor> written =
-      Replay::writable(op, [&](int32_t read) { return takes_over(read) ? memory_of(read) : copy_of(memory_of(read)); });
-  std::vector<at::Tensor> results = replay_.call(op, [&](const TensorRef& ref) {
-    const auto found = written.find(ref.value);
-    const at::Tensor tensor = ref.value < 0            ? checks_.existing(ref)
-                              : found != written.end() ? view_of(found->second, ref)
-                                                       : view_of(memory_of(ref.value), ref);
-    if (&ref == &op.refs.back()) timer.emplace(tensor.device());  // after the copies, which a replay may not make
-    return tensor;
-  });
-  if (timer) {
-    timer->stop();
-    timers_.emplace_back(index, std::move(*timer));
-  }
-  if (op.traits->returns_garbage) {
-    for (const at::Tensor& result : results) fill_with_garbage(result);
-  }
-  bool is_same = true;
+  const std::vector<at::Tensor> results = replay_.call(
+      op,
+      [&](const TensorRef& ref) { return ref.value < 0 ? checks_.existing(ref) : view_of(memory.at(ref.value), ref); },
+      &timer);
+  forward_timers_.emplace_back(index, std::move(*timer));
   for (size_t k = 0; k < op.writes.size(); ++k) {
     const Value& value = tape_.values[op.writes[k].value];
     if (value.is_uninitialized || value.has_independent_versions) continue;
     if (op.traits->has_workspace && results[k].scalar_type() == at::kByte) continue;  // never fully written
-    is_same = is_same && has_saved_bits(value, results[k]);
+    if (!have_equal_storages(results[k], made[k])) return false;
   }
-  for (size_t k = 0; k < op.writes.size(); ++k) {
-    Value& value = tape_.values[op.writes[k].value];
-    value.can_recompute = value.can_recompute && is_same;
-    if (value.hash) measure_formats(op.writes[k].value, results[k]);
-    if (!is_same && value.held.defined()) results[k] = value.held;
-  }
-  return results;
+  return true;
 }
 
-bool Profile::can_reexecute(const RecordedOp& op) const {
-  return op.can_replay() && std::all_of(op.refs.begin(), op.refs.end(), [&](const TensorRef& ref) {
-           if (ref.value < 0) return !is_freed(ref) && !is_written(ref);
-           const Value& value = tape_.values[ref.value];
-           return !value.held.defined() || value.has_independent_versions ||
-                  value.held._version() == value.held_version;
-         });
-}
-
-// Compares a result with what autograd saved. A value that was not saved has nothing to compare.
-bool Profile::has_saved_bits(const Value& value, const at::Tensor& tensor) const {
-  if (!value.held.defined() && !value.hash) return true;
-  const bool is_same =
-      value.held.defined() ? have_equal_storages(tensor, value.held) : *value.hash == hash_of_storage(tensor);
-  // Equal zeros prove nothing: unseen code, such as a reduction over ranks, may add to them in another step.
-  return is_same && (tensor.storage().nbytes() == 0 || !is_all_zero(tensor));
-}
-
-void Profile::measure_formats(int32_t index, const at::Tensor& tensor) {
+bool Profile::stores_saved(int32_t index, const at::Tensor& tensor) {
   Value& value = tape_.values[index];
-  if (value.is_overwritten || value.has_independent_versions || value.num_saved == 0) return;
-  if (!value.can_recompute || value.is_uninitialized) return;
+  // Equal zeros prove nothing: unseen code, such as a reduction over ranks, may add to them in another step.
+  if (tensor.storage().nbytes() > 0 && is_all_zero(tensor)) {
+    value.can_recompute = value.is_replayable = false;
+    return true;
+  }
+  if (!value.hash) value.hash = hash_of_storage(tensor);
+  parts_.note_save(index);
+  return false;
+}
+
+// ---- Backward
+
+void Profile::note_replay(int32_t index, DeviceTimer timer, const std::vector<at::Tensor>& results) {
+  backward_timers_.emplace_back(index, std::move(timer));
+  const RecordedOp& op = tape_.ops[index];
+  for (size_t k = 0; k < op.writes.size(); ++k) {
+    const int32_t value = op.writes[k].value;
+    if (op.traits->returns_garbage) fill_with_garbage(results[k]);
+    if (!tape_.values[value].hash || store_.has(value)) continue;
+    if (*tape_.values[value].hash == hash_of_storage(results[k])) continue;
+    has_failed_ = true;
+    unrepeatable_->insert(op.kind);
+  }
+}
+
+void Profile::measure_formats(int32_t index) {
+  Value& value = tape_.values[index];
+  if (std::exchange(value.has_format_costs, true)) return;
+  if (value.is_overwritten || value.has_independent_versions || !value.can_recompute || value.is_uninitialized) return;
+  const at::Tensor& tensor = value.held;
   const StorageFormats& formats = store_.formats();
   for (const int8_t format : formats.tried) {
     DeviceTimer timer(tensor.device());
@@ -134,108 +143,40 @@ void Profile::measure_formats(int32_t index, const at::Tensor& tensor) {
   }
 }
 
-void ForwardProfile::measure_after_forward() {
-  const recompute::RandomStates states = recompute::RandomStates::now();
-  const recompute::RandomStatesGuard random_states(&states);
-  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
-  const at::NoGradGuard no_grad;
-  std::vector<Value>& values = tape_.values;
-  std::vector<int32_t> last_reader(values.size(), -1);
-  for (size_t i = 0; i < tape_.ops.size(); ++i) {
-    for (const int32_t read : tape_.ops[i].reads) last_reader[read] = static_cast<int32_t>(i);
+// ---- The trace
+
+std::vector<ValueTrace> Profile::value_traces() const {
+  std::vector<ValueTrace> traces;
+  for (const Value& value : tape_.values) {
+    // An overwritten value that cannot be recomputed is copied before the write, so it can be kept.
+    traces.push_back({value.bytes, !value.is_overwritten || !value.can_recompute, value.can_recompute, value.replaces,
+                      value.format_costs});
   }
-  std::vector<at::Tensor> fresh(values.size());
-  for (size_t i = 0; i < tape_.ops.size(); ++i) {
-    const RecordedOp& op = tape_.ops[i];
-    bool can_call = can_reexecute(op);
-    for (const int32_t read : op.reads) {
-      if (!fresh[read].defined() && values[read].held.defined() && !values[read].has_independent_versions) {
-        fresh[read] = values[read].held;
-      }
-      can_call = can_call && fresh[read].defined();
-    }
-    if (!can_call) {
-      for (const OpResult& result : op.writes) values[result.value].can_recompute = false;
-      continue;
-    }
-    const auto is_last = [&](int32_t read) { return last_reader[read] == static_cast<int32_t>(i); };
-    const std::vector<at::Tensor> results = reexecute(
-        static_cast<int32_t>(i), [&](int32_t read) -> const at::Tensor& { return fresh[read]; },
-        [&](int32_t read) { return is_last(read) && !values[read].held.defined(); });
-    for (size_t k = 0; k < op.writes.size(); ++k) {
-      if (last_reader[op.writes[k].value] >= 0) fresh[op.writes[k].value] = results[k];
-    }
-    for (const int32_t read : op.reads) {
-      if (is_last(read)) fresh[read].reset();
-    }
-  }
-  for (size_t value = 0; value < values.size(); ++value) {
-    if (values[value].held.defined()) measure_formats(static_cast<int32_t>(value), values[value].held);
-  }
+  return traces;
 }
 
-bool FrugalProfile::stores_saved(Value& value, const at::Tensor& tensor) {
-  value.hash = hash_of_storage(tensor);
-  return false;
-}
-
-void BackwardProfile::note_take(int32_t value) {
-  Profile::note_take(value);
-  time_recomputation(value);
-}
-
-// Returns the operations that recomputing a value calls, in the order of the forward pass. Returns nothing if it cannot
-// be recomputed, or if one of them has been called often enough: many values may share operations.
-std::vector<int32_t> BackwardProfile::ops_to_reexecute(int32_t value) const {
-  constexpr uint8_t kMostCalls = 2;
-  std::set<int32_t> ops;
-  std::vector<int32_t> todo{value};
-  while (!todo.empty()) {
-    const int32_t next = todo.back();
-    todo.pop_back();
-    const int32_t index = tape_.values[next].op;
-    if (index < 0 || !tape_.values[next].can_recompute || num_calls_[index] == kMostCalls) return {};
-    if (ops.count(index) != 0) continue;
-    if (!can_reexecute(tape_.ops[index])) return {};
-    ops.insert(index);
-    for (const int32_t read : tape_.ops[index].reads) {
-      if (tape_.values[read].has_independent_versions) return {};
-      if (!tape_.values[read].held.defined()) todo.push_back(read);
+// Gives each operation the median time of its kind. Differences within a kind are mostly noise, which must not
+// influence the solver's choice. By the time of backward the inputs have left the caches, as under a plan.
+std::vector<OpTrace> Profile::op_traces() const {
+  std::unordered_map<uint64_t, std::vector<double>> seconds_of;
+  for (const auto* timers : {&backward_timers_, &forward_timers_}) {
+    std::unordered_map<uint64_t, std::vector<double>> found;
+    for (const auto& [op, timer] : *timers) found[tape_.ops[op].kind].push_back(timer.seconds());
+    for (auto& [kind, seconds] : found) {
+      std::sort(seconds.begin(), seconds.end());
+      seconds_of.try_emplace(kind, std::move(seconds));
     }
   }
-  return {ops.begin(), ops.end()};
-}
-
-void BackwardProfile::time_recomputation(int32_t value) {
-  num_calls_.resize(tape_.ops.size());
-  if (tape_.values[value].op >= 0 && num_calls_[tape_.values[value].op] > 0) return;
-  const std::vector<int32_t> ops = ops_to_reexecute(value);
-  if (ops.empty()) return;  // the common case, which skips the copy of the random states
-  const recompute::RandomStates states = recompute::RandomStates::now();
-  const recompute::RandomStatesGuard random_states(&states);
-  const at::NoGradGuard no_grad;
-  std::unordered_map<int32_t, int32_t> last_reader;
-  for (const int32_t index : ops) {
-    for (const int32_t read : tape_.ops[index].reads) last_reader[read] = index;
+  std::vector<OpTrace> traces;
+  for (const RecordedOp& op : tape_.ops) {
+    std::vector<int32_t> writes;
+    for (const OpResult& result : op.writes) writes.push_back(result.value);
+    const auto found = seconds_of.find(op.kind);
+    std::optional<double> seconds;
+    if (found != seconds_of.end()) seconds = found->second[found->second.size() / 2];
+    traces.push_back({op.traits->name, op.module, seconds, op.reads, writes, op.arguments});
   }
-  std::unordered_map<int32_t, at::Tensor> fresh;
-  for (const int32_t index : ops) {
-    ++num_calls_[index];
-    const RecordedOp& op = tape_.ops[index];
-    const std::vector<at::Tensor> results = reexecute(
-        index,
-        [&](int32_t read) -> const at::Tensor& {
-          const auto found = fresh.find(read);
-          return found == fresh.end() ? tape_.values[read].held : found->second;
-        },
-        [](int32_t) { return false; });
-    for (size_t k = 0; k < op.writes.size(); ++k) {
-      if (last_reader.count(op.writes[k].value) != 0) fresh.insert_or_assign(op.writes[k].value, results[k]);
-    }
-    for (const int32_t read : op.reads) {
-      if (last_reader.at(read) == index) fresh.erase(read);
-    }
-  }
+  return traces;
 }
 
 }  // namespace drivetrain::budget

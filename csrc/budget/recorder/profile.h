@@ -1,32 +1,26 @@
-// Declares Profile and its three kinds, which measure a forward pass in the runs of a training step before planning.
+// Declares Profile, which measures the operations of a training step before there is a plan, and keeps few values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "budget/recorder/device_timer.h"
 #include "budget/recorder/memory_tracker.h"
+#include "budget/recorder/parts.h"
 #include "budget/recorder/read_checks.h"
 #include "budget/recorder/replay.h"
 #include "budget/recorder/tape.h"
 #include "budget/recorder/value_store.h"
 
 namespace drivetrain::budget {
-
-// Reasons to record a pass.
-enum class RecordingPurpose {
-  kPlan,           // store and recompute values as a plan says
-  kProfile,        // store everything, and re-execute each operation after the forward pass
-  kFrugalProfile,  // re-execute in the same way, but store nothing; the step ends before backward
-  kTimings,        // store everything, and time recomputation when backward asks for values
-};
 
 // The rows of a trace, for the solver and for tables. `python/drivetrain/budget/trace.py` names the same fields.
 struct ValueTrace {
@@ -38,7 +32,7 @@ struct ValueTrace {
 struct OpTrace {
   std::string name;
   int32_t module;
-  std::optional<double> seconds;  // none: it was not re-executed
+  std::optional<double> seconds;  // none: it was not called again
   std::vector<int32_t> reads, writes;
   uint64_t arguments;
 };
@@ -54,28 +48,36 @@ struct AutogradSave {
   int32_t value;
 };
 
+// Operations that do not repeat their results, by what Profile's kind_of() returns. All passes of a recorder share it.
+using KindsOfOps = std::set<uint64_t>;
+
+// Forward calls each operation twice, to check that it is deterministic. The values that autograd saves are not stored:
+// backward replays them, which times the operations where backward needs them, and compares their bits.
 class Profile {
  public:
-  // Returns null for RecordingPurpose::kPlan.
-  static std::unique_ptr<Profile> make(RecordingPurpose purpose, Tape& tape, ValueStore& store, const Replay& replay,
-                                       const ReadChecks& checks, std::shared_ptr<MemoryTracker> tracker);
-  virtual ~Profile() = default;
+  Profile(Tape& tape, ValueStore& store, Replay& replay, const ReadChecks& checks,
+          std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<KindsOfOps> unrepeatable);
 
   // Fills memory that an operation returned with arbitrary contents. The allocator may return memory of an earlier
   // step, whose stale contents would look like recomputed ones.
   static void fill_with_garbage(const at::Tensor& tensor);
 
+  // Called in the forward pass, with the memory of each value that an operation has read, as it was before.
+  using Memory = std::unordered_map<int32_t, at::Tensor>;
+  // Calls the operation that will have this index once more. Returns whether its results are `made`, bit by bit.
+  bool repeats(RecordedOp& op, int32_t index, const std::vector<at::Tensor>& made, const Memory& memory);
+  // Notes that autograd saves a value that can be replayed. Returns whether to store it nevertheless.
+  bool stores_saved(int32_t value, const at::Tensor& tensor);
   void note_save(AutogradSave save) { saves_.push_back(save); }
-  // Returns whether to store a replayable value that autograd saves.
-  virtual bool stores_saved(Value& value, const at::Tensor& tensor) { return true; }
-  // Returns whether backward can run after this forward pass.
-  virtual bool has_backward() const { return true; }
+  Parts& parts() { return parts_; }
 
-  // Takes the measurements that follow the forward pass.
-  virtual void measure_after_forward() = 0;
-  // Notes that backward takes a value, before it is provided.
-  virtual void note_take(int32_t value);
-  void note_release(int32_t value);
+  // Called in backward.
+  void note_take(int32_t value) { uses_.push_back({value, false, tracker_->next_use()}); }
+  void note_release(int32_t value) { uses_.push_back({value, true, tracker_->next_use()}); }
+  // Measures bytes and time of each storage format for a value that backward takes.
+  void measure_formats(int32_t value);
+  // Returns whether a replay had other results than the forward pass. The step must run again.
+  bool has_failed() const { return has_failed_; }
 
   int64_t begin() const { return begin_; }  // the order of the first use that could belong to the pass
   const std::vector<BackwardUse>& uses() const { return uses_; }
@@ -83,62 +85,22 @@ class Profile {
   std::vector<ValueTrace> value_traces() const;
   std::vector<OpTrace> op_traces() const;
 
- protected:
-  Profile(Tape& tape, ValueStore& store, const Replay& replay, const ReadChecks& checks,
-          std::shared_ptr<MemoryTracker> tracker);
-
-  // Calls an operation again and notes the time. `memory_of` provides each value that it reads, and `takes_over` says
-  // whose memory it may write over. A value that autograd saved with other bits is marked as not recomputable. Returns
-  // the results.
-  std::vector<at::Tensor> reexecute(int32_t op, const std::function<const at::Tensor&(int32_t)>& memory_of,
-                                    const std::function<bool(int32_t)>& takes_over);
-  bool can_reexecute(const RecordedOp& op) const;
-  // Measures bytes and time of each storage format for a value.
-  void measure_formats(int32_t value, const at::Tensor& tensor);
+ private:
+  void note_replay(int32_t op, DeviceTimer timer, const std::vector<at::Tensor>& results);
 
   Tape& tape_;
   ValueStore& store_;
   const Replay& replay_;
   const ReadChecks& checks_;
   const std::shared_ptr<MemoryTracker> tracker_;
-
- private:
-  bool has_saved_bits(const Value& value, const at::Tensor& tensor) const;
+  const std::shared_ptr<KindsOfOps> unrepeatable_;
 
   const int64_t begin_;
   std::vector<BackwardUse> uses_;
   std::vector<AutogradSave> saves_;
-  std::vector<std::pair<int32_t, DeviceTimer>> timers_;  // of re-executed operations
-};
-
-// Stores everything and re-executes each operation after the forward pass, to check that it is deterministic.
-class ForwardProfile : public Profile {
- public:
-  using Profile::Profile;
-  void measure_after_forward() override;
-};
-
-// Stores only the values that cannot be replayed, and hashes of the rest, for a step that does not fit into memory
-// otherwise.
-class FrugalProfile : public ForwardProfile {
- public:
-  using ForwardProfile::ForwardProfile;
-  bool stores_saved(Value& value, const at::Tensor& tensor) override;
-  bool has_backward() const override { return false; }
-};
-
-// Times recomputation where backward needs it: by then the inputs have left the caches.
-class BackwardProfile : public Profile {
- public:
-  using Profile::Profile;
-  void measure_after_forward() override {}
-  void note_take(int32_t value) override;
-
- private:
-  std::vector<int32_t> ops_to_reexecute(int32_t value) const;
-  void time_recomputation(int32_t value);
-
-  std::vector<uint8_t> num_calls_;  // per operation
+  std::vector<std::pair<int32_t, DeviceTimer>> forward_timers_, backward_timers_;  // per operation
+  Parts parts_;
+  bool has_failed_ = false;
 };
 
 }  // namespace drivetrain::budget

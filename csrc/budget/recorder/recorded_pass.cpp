@@ -35,14 +35,16 @@ RecordedPass*& RecordedPass::current() {
 }
 
 RecordedPass::RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<TapePlan> plan,
-                           std::shared_ptr<const StorageFormats> formats, RecordingPurpose purpose,
+                           std::shared_ptr<const StorageFormats> formats, std::shared_ptr<KindsOfOps> unrepeatable,
                            bool compares_checksums, WeakModule model)
     : tracker_(std::move(tracker)),
-      tape_{std::move(plan), /*keeps_arguments=*/purpose != RecordingPurpose::kPlan, {}, {}, {}},
+      tape_{std::move(plan), {}, {}, {}},
       store_(tape_, tracker_, std::move(formats)),
       checks_(tape_, std::move(model)),
       replay_(tape_, store_, checks_, tracker_),
-      profile_(Profile::make(purpose, tape_, store_, replay_, checks_, tracker_)),
+      profile_(unrepeatable
+                   ? std::make_unique<Profile>(tape_, store_, replay_, checks_, tracker_, std::move(unrepeatable))
+                   : nullptr),
       recording_(tape_, store_, profile_.get(), compares_checksums ? &checks_ : nullptr, tracker_) {}
 
 RecordedPass::~RecordedPass() {
@@ -74,7 +76,7 @@ void RecordedPass::end() {
   is_closed_ = true;
   recording_.finish();
   replay_.count_users();
-  if (!profile_) replay_.let_go_unused();  // a profile still re-executes the operations that made them
+  replay_.let_go_unused();
 }
 
 void RecordedPass::abandon() {
@@ -88,7 +90,9 @@ at::Tensor RecordedPass::take(const SavedTensor& saved) {
   if (saved.ref.value < 0) return checks_.existing(saved.ref);
   replay_.check_usable();
   if (profile_) profile_->note_take(saved.ref.value);
-  return replay_.take(saved.ref);
+  const at::Tensor taken = replay_.take(saved.ref);
+  if (profile_) profile_->measure_formats(saved.ref.value);
+  return taken;
 }
 
 void RecordedPass::release(const SavedTensor& saved) {

@@ -24,11 +24,12 @@ namespace drivetrain::budget {
 // one thread.
 class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
  public:
+  // unrepeatable: of a profile; null: the pass follows its plan, if it has one.
   // compares_checksums: replays compare the values that they read with the forward pass's values. This finds writes
   // that no version counter shows, and reads every byte once more.
   RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<TapePlan> plan,
-               std::shared_ptr<const StorageFormats> formats, RecordingPurpose purpose, bool compares_checksums = false,
-               WeakModule model = nullptr);
+               std::shared_ptr<const StorageFormats> formats, std::shared_ptr<KindsOfOps> unrepeatable,
+               bool compares_checksums, WeakModule model);
   ~RecordedPass();
 
   // Returns the pass that the calling thread records; null: none.

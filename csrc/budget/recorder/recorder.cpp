@@ -22,8 +22,10 @@ constexpr int64_t kCheckedEvery = 31;
 
 }  // namespace
 
-Recorder::Recorder(RecordingPurpose purpose)
-    : purpose_(purpose), tracker_(std::make_shared<MemoryTracker>()), formats_(std::make_shared<StorageFormats>()) {
+Recorder::Recorder(bool is_profile)
+    : tracker_(std::make_shared<MemoryTracker>()),
+      formats_(std::make_shared<StorageFormats>()),
+      unrepeatable_(is_profile ? std::make_shared<KindsOfOps>() : nullptr) {
   static std::once_flag once;
   std::call_once(once, &register_fallthroughs);
 }
@@ -76,10 +78,9 @@ Recorder::Entry Recorder::enter() {
   if (waiting_.empty()) tracker_->begin_step();
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
-  const bool compares_checksums =
-      purpose_ == RecordingPurpose::kPlan && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
+  const bool compares_checksums = !unrepeatable_ && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
   ++num_passes_;
-  const auto pass = std::make_shared<RecordedPass>(tracker_, plan, formats_, purpose_, compares_checksums, model_);
+  const auto pass = std::make_shared<RecordedPass>(tracker_, plan, formats_, unrepeatable_, compares_checksums, model_);
   PyObject* const pack = push_pass_hooks(pass);
   tracker_->open(pass);
   pass_ = pass;
@@ -125,9 +126,7 @@ void Recorder::end(const std::shared_ptr<RecordedPass>& pass, bool is_complete) 
   pass->end();
   divergence_ = pass->recording().divergence();
   waiting_.push_back(pass);
-  if (pass->profile() == nullptr) return;
-  profiled_.push_back(pass);
-  pass->profile()->measure_after_forward();
+  if (pass->profile() != nullptr) profiled_.push_back(pass);
 }
 
 void Recorder::stop() {

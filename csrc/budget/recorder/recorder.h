@@ -18,7 +18,8 @@ namespace drivetrain::budget {
 // (an interrupt, a signal handler, another thread).
 class Recorder {
  public:
-  explicit Recorder(RecordingPurpose purpose);
+  // is_profile: measures passes instead of following plans.
+  explicit Recorder(bool is_profile);
   ~Recorder();
 
   // Sets the plans for passes. Plan i is for a pass that begins while i others wait for their backward.
@@ -65,9 +66,9 @@ class Recorder {
   void warn_if_exceeded();
   void end(const std::shared_ptr<RecordedPass>& pass, bool is_complete);
 
-  const RecordingPurpose purpose_;
   const std::shared_ptr<MemoryTracker> tracker_;
   const std::shared_ptr<StorageFormats> formats_;
+  const std::shared_ptr<KindsOfOps> unrepeatable_;  // of a profile; null: passes follow plans
   std::vector<std::shared_ptr<TapePlan>> plans_;
   std::shared_ptr<RecordedPass> pass_;                // that is being recorded
   std::vector<std::weak_ptr<RecordedPass>> waiting_;  // for their backward

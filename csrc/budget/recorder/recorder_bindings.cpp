@@ -6,12 +6,10 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "base/check.h"
 #include "budget/budget.h"
 #include "budget/recorder/call.h"
 #include "budget/recorder/recorder.h"
@@ -21,14 +19,6 @@ namespace py = pybind11;
 
 namespace drivetrain::budget {
 namespace {
-
-RecordingPurpose purpose_named(std::string_view name) {
-  if (name == "plan") return RecordingPurpose::kPlan;
-  if (name == "profile") return RecordingPurpose::kProfile;
-  if (name == "frugal profile") return RecordingPurpose::kFrugalProfile;
-  if (name == "timings") return RecordingPurpose::kTimings;
-  throw UserError(text("purpose is \"", name, "\", expected \"plan\", \"profile\", \"frugal profile\" or \"timings\""));
-}
 
 // The fields of PlannedOp, in the order in which `python/drivetrain/budget/plan.py` names them.
 using PlainPlannedOp = std::tuple<std::string, std::vector<int8_t>, bool, std::optional<uint64_t>, std::vector<bool>,
@@ -77,8 +67,8 @@ py::dict plain_trace(const Profile& profile) {
 void register_recorder(py::module_& m) {
   m.attr("ActivationProfileEnded") = py::handle(profile_ended());
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "ActivationRecorder")
-      .def(py::init([](std::string_view purpose) { return std::make_shared<Recorder>(purpose_named(purpose)); }),
-           py::arg("purpose") = "plan")
+      .def(py::init([](bool is_profile) { return std::make_shared<Recorder>(is_profile); }),
+           py::arg("is_profile") = false)
       .def(
           "set_plans",
           [](Recorder& recorder, const std::vector<std::vector<PlainPlannedOp>>& plans) {

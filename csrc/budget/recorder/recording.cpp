@@ -143,7 +143,9 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   written_.clear();
   anchors_.clear();
+  memory_.clear();
   saving_op_ = static_cast<int32_t>(tape_.ops.size());
+  if (profile_ != nullptr) profile_->parts().begin_op(saving_op_);
   arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
   RecordedOp op(handle, traits, keys, module_);
   if (!traits.is_view) op.planned = cursor_.find(traits.name);
@@ -175,6 +177,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   resolve_saved();
   written_.clear();
   anchors_.clear();
+  memory_.clear();
 }
 
 void Recording::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
@@ -203,9 +206,14 @@ void Recording::record_results(RecordedOp op, bool can_recompute, torch::jit::St
     for (const int32_t read : op.reads) separate_versions(read);
   }
   if (op.writes.empty()) return;
+  if (profile_ != nullptr && can_recompute && !profile_->repeats(op, index, made, memory_)) {
+    can_recompute = false;
+    for (const OpResult& result : op.writes) tape_.values[result.value].can_recompute = false;
+  }
   for (const auto& [value, tensor] : anchors_) store_.hold(value, tensor);
+  if (profile_ != nullptr && can_recompute) note_reads_in_profile(op);
   mark_replayable(op, can_recompute);
-  if (!can_recompute) tape_.forget_arguments(op);
+  if (!can_recompute) op.forget_arguments();
   tape_.ops.push_back(std::move(op));
   apply_plan(index);
   for (size_t i = 0; i < made.size(); ++i) {
@@ -374,7 +382,8 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
   ++value.num_saved;
   if (value.is_uninitialized) mark_unrecorded(saved.ref.value, tensor);
   if (value.is_replayable) {
-    const bool is_stored = profile_ != nullptr ? profile_->stores_saved(value, tensor) : is_stored_if_saved(value);
+    const bool is_stored =
+        profile_ != nullptr ? profile_->stores_saved(saved.ref.value, tensor) : is_stored_if_saved(value);
     if (!is_stored) return;
   }
   store_.store(saved.ref.value, tensor);

@@ -77,6 +77,7 @@ class Recording {
                               bool may_be_replayed);
   void record_tensor(RecordedOp& op, int32_t arg, int32_t element, const at::Tensor& tensor, bool is_written,
                      bool may_be_replayed);
+  void note_reads_in_profile(const RecordedOp& op);
   void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack, bool is_view);
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool is_unhooked);
   void record_results(RecordedOp op, bool can_recompute, torch::jit::Stack* stack);
@@ -107,6 +108,7 @@ class Recording {
   std::vector<std::pair<int32_t, at::Tensor>> anchors_;  // values to hold if it makes a value; see needs_anchor()
   std::vector<Unresolved> unresolved_;
   uint64_t arguments_ = 0;  // see RecordedOp::arguments
+  Profile::Memory memory_;  // of the values that it reads, for the profile
 };
 
 }  // namespace drivetrain::budget

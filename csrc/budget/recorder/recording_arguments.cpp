@@ -10,8 +10,8 @@
 namespace drivetrain::budget {
 namespace {
 
-// Returns the device that an operation with these arguments runs on; none if they do not determine it.
-std::optional<c10::Device> device_of(c10::ArrayRef<c10::IValue> arguments) {
+// Returns the only device of these arguments; none if there is no tensor, or another device may be used as well.
+std::optional<c10::Device> only_device_of(c10::ArrayRef<c10::IValue> arguments) {
   std::optional<c10::Device> device;
   bool is_one = true;
   for (const c10::IValue& argument : arguments) {
@@ -54,7 +54,8 @@ void Recording::record_ambient_state(RecordedOp& op, const torch::jit::Stack& st
     std::erase_if(op.refs, [&](const TensorRef& ref) { return ref.value < 0 && traits.is_statistic(ref.arg); });
   }
   if (traits.is_random) {
-    const std::optional<c10::Device> device = device_of(torch::jit::last(stack, op.handle.schema().arguments().size()));
+    const std::optional<c10::Device> device =
+        only_device_of(torch::jit::last(stack, op.handle.schema().arguments().size()));
     op.random_states = std::make_shared<const recompute::RandomStates>(device ? recompute::RandomStates::now_of(*device)
                                                                               : recompute::RandomStates::now());
   }
@@ -99,10 +100,30 @@ void Recording::record_tensor(RecordedOp& op, int32_t arg, int32_t element, cons
   }
   const bool is_initialized_now = is_written && op.traits->only_writes && covers_its_storage(tensor);
   if (tape_.values[ref.value].is_uninitialized && !is_initialized_now) mark_unrecorded(ref.value, tensor);
-  // The previous contents of an argument that is written would have to be copied.
-  if (may_be_replayed && !is_written && needs_anchor(ref.value)) anchors_.emplace_back(ref.value, alias_of(tensor));
+  if (profile_ != nullptr) {
+    at::Tensor& memory = memory_[ref.value];
+    const bool is_copied = memory.defined() && !memory.is_alias_of(tensor);
+    if (!is_copied) memory = is_written ? copy_of(tensor) : alias_of(tensor);
+    const Value& value = tape_.values[ref.value];
+    const bool is_needed = is_written && value.is_replayable && !value.has_independent_versions;
+    if (is_needed && !value.is_uninitialized && profile_->parts().is_of_earlier_part(value)) {
+      anchors_.emplace_back(ref.value, copy_of(tensor));
+    }
+  } else if (may_be_replayed && !is_written && needs_anchor(ref.value)) {
+    // The previous contents of an argument that is written would have to be copied.
+    anchors_.emplace_back(ref.value, alias_of(tensor));
+  }
   tape_.values[ref.value].is_read = true;
   if (std::find(op.reads.begin(), op.reads.end(), ref.value) == op.reads.end()) op.reads.push_back(ref.value);
+}
+
+// Notes which values a replay of the operation will read. Values of earlier parts that it has written over are held.
+void Recording::note_reads_in_profile(const RecordedOp& op) {
+  for (const int32_t read : op.reads) {
+    const Value& value = tape_.values[read];
+    if (value.has_independent_versions || value.is_uninitialized || !value.is_replayable) continue;
+    profile_->parts().note_read(read, memory_.at(read));
+  }
 }
 
 // Registers the tensors among the arguments of an operation that will not be replayed.

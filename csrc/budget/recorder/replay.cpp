@@ -44,7 +44,7 @@ void Replay::count_users() {
     if (op.is_pending) {
       for (const int32_t read : op.reads) ++tape_.values[read].num_users;
     } else {
-      tape_.forget_arguments(op);
+      op.forget_arguments();
     }
   }
 }
@@ -76,7 +76,7 @@ void Replay::drop_user(int32_t value) {
     if (!op.is_pending || is_needed(op)) continue;
     op.is_pending = false;
     todo.insert(todo.end(), op.reads.begin(), op.reads.end());
-    tape_.forget_arguments(op);
+    op.forget_arguments();
   }
 }
 
@@ -126,8 +126,8 @@ void Replay::materialize(int32_t value) {
   }
 }
 
-std::vector<at::Tensor> Replay::call(RecordedOp& op,
-                                     const std::function<at::Tensor(const TensorRef&)>& tensor_of) const {
+std::vector<at::Tensor> Replay::call(RecordedOp& op, const std::function<at::Tensor(const TensorRef&)>& tensor_of,
+                                     std::optional<DeviceTimer>* timer) const {
   if (op.traits->is_removed) {
     recompute::throw_checkpoint_error(text(op.traits->name,
                                            " was removed after forward called it, and backward needs it again: keep "
@@ -155,7 +155,9 @@ std::vector<at::Tensor> Replay::call(RecordedOp& op,
     const recompute::RandomStatesGuard random_states(op.random_states.get());
     std::optional<recompute::AutocastGuard> autocast;
     if (*op.autocast != recompute::Autocast::now()) autocast.emplace(*op.autocast);
+    if (timer != nullptr) timer->emplace(device_of(stack));
     op.handle.redispatchBoxed(op.keys, &stack);
+    if (timer != nullptr) (*timer)->stop();
   }
   std::vector<at::Tensor> results;
   size_t next_argument = 0;
@@ -166,13 +168,18 @@ std::vector<at::Tensor> Replay::call(RecordedOp& op,
   return results;
 }
 
-std::unordered_map<int32_t, at::Tensor> Replay::writable(const RecordedOp& op,
-                                                         const std::function<at::Tensor(int32_t)>& memory_of) {
+// Returns the memory to call an operation with for each value that it writes over.
+std::unordered_map<int32_t, at::Tensor> Replay::writable(const RecordedOp& op) {
   std::unordered_map<int32_t, at::Tensor> memory;
   for (const TensorRef& ref : op.refs) {
-    if (ref.value >= 0 && op.traits->writes[ref.arg] && memory.count(ref.value) == 0) {
-      memory.emplace(ref.value, memory_of(ref.value));
-    }
+    if (ref.value < 0 || !op.traits->writes[ref.arg] || memory.count(ref.value) != 0) continue;
+    const at::Tensor held = tape_.values[ref.value].held;
+    // The operation writes over the value itself if it is the last user, otherwise over a copy.
+    const bool takes_over = has_counted_users_ && tape_.values[ref.value].num_users <= 1;
+    memory.emplace(ref.value, takes_over ? held : copy_of(held));
+    if (!takes_over) continue;
+    store_.let_go(ref.value);
+    is_interrupted_ = true;  // until the call has returned
   }
   return memory;
 }
@@ -184,24 +191,22 @@ void Replay::replay(int32_t index) {
   }
   checks_.check_checksums(op);
   const double begin = now();
-  std::unordered_map<int32_t, at::Tensor> written = writable(op, [&](int32_t read) {
-    // The operation writes over the value itself if it is the last user, otherwise over a copy.
-    if (!has_counted_users_ || tape_.values[read].num_users > 1) return copy_of(tape_.values[read].held);
-    const at::Tensor taken = tape_.values[read].held;
-    store_.let_go(read);
-    is_interrupted_ = true;  // until the call has returned
-    return taken;
-  });
-  const std::vector<at::Tensor> results = call(op, [&](const TensorRef& ref) {
-    if (ref.value < 0) return checks_.existing(ref);
-    const auto found = written.find(ref.value);
-    return view_of(found == written.end() ? tape_.values[ref.value].held : found->second, ref);
-  });
+  std::unordered_map<int32_t, at::Tensor> written = writable(op);
+  std::optional<DeviceTimer> timer;
+  const std::vector<at::Tensor> results = call(
+      op,
+      [&](const TensorRef& ref) {
+        if (ref.value < 0) return checks_.existing(ref);
+        const auto found = written.find(ref.value);
+        return view_of(found == written.end() ? tape_.values[ref.value].held : found->second, ref);
+      },
+      observer_ ? &timer : nullptr);
   written.clear();
   is_interrupted_ = false;
   const double seconds = now() - begin;
   if (op.planned >= 0) tape_.plan->seconds[op.planned] += seconds;
   tracker_->count_replay(seconds);
+  if (observer_) observer_(index, std::move(*timer), results);
   for (size_t i = 0; i < op.writes.size(); ++i) {
     Value& value = tape_.values[op.writes[i].value];
     if (store_.has(op.writes[i].value)) continue;
@@ -219,7 +224,7 @@ void Replay::replay(int32_t index) {
   }
   op.is_pending = false;
   for (const int32_t read : op.reads) drop_user(read);
-  tape_.forget_arguments(op);
+  op.forget_arguments();
 }
 
 }  // namespace drivetrain::budget

@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
+#include "budget/recorder/device_timer.h"
 #include "budget/recorder/memory_tracker.h"
 #include "budget/recorder/read_checks.h"
 #include "budget/recorder/tape.h"
@@ -40,15 +42,18 @@ class Replay {
   // Notes that autograd has freed one saved tensor of the value.
   void release(int32_t value);
 
-  // Calls an operation again with the tensor that `tensor_of` returns for each reference. Returns the tensors of its
-  // results, in the order of op.writes.
-  std::vector<at::Tensor> call(RecordedOp& op, const std::function<at::Tensor(const TensorRef&)>& tensor_of) const;
-  // Returns the memory to call an operation with for each value that it writes over, as `memory_of` provides it.
-  static std::unordered_map<int32_t, at::Tensor> writable(const RecordedOp& op,
-                                                          const std::function<at::Tensor(int32_t)>& memory_of);
+  // Calls an operation again with the tensor that `tensor_of` returns for each reference, and measures the time if
+  // there is a timer to set. Returns the tensors of its results, in the order of op.writes.
+  std::vector<at::Tensor> call(RecordedOp& op, const std::function<at::Tensor(const TensorRef&)>& tensor_of,
+                               std::optional<DeviceTimer>* timer = nullptr) const;
+
+  // Sets a function that is called after each replay, with the operation, its time and its results.
+  using Observer = std::function<void(int32_t, DeviceTimer, const std::vector<at::Tensor>&)>;
+  void set_observer(Observer observer) { observer_ = std::move(observer); }
 
  private:
   bool is_needed(const RecordedOp& op) const;
+  std::unordered_map<int32_t, at::Tensor> writable(const RecordedOp& op);
   void materialize(int32_t value);
   void replay(int32_t op);
 
@@ -57,6 +62,7 @@ class Replay {
   const ReadChecks& checks_;
   const std::shared_ptr<MemoryTracker> tracker_;
   const recompute::Switches switches_ = recompute::Switches::now();  // when the forward pass began
+  Observer observer_;
   bool has_counted_users_ = false;
   bool is_abandoned_ = false;
   bool is_interrupted_ = false;  // a replay failed after it had taken over the memory of a value

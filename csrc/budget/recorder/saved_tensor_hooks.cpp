@@ -28,13 +28,14 @@ PyObject* pack(PyObject* pass, PyObject* tensor) {
 PyObject* unpack(PyObject*, PyObject* capsule) {
   HANDLE_TH_ERRORS
   const auto saved = recompute::value_in<std::shared_ptr<SavedTensor>>(capsule, kSaved);
+  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
+  const at::Tensor taken = saved->pass->take(*saved);
   const Profile* profile = saved->pass->profile();
-  if (profile != nullptr && !profile->has_backward()) {
-    PyErr_SetString(profile_ended(), "activation_budget: the profile of this step ends before its backward");
+  if (profile != nullptr && profile->has_failed()) {
+    PyErr_SetString(profile_ended(), "activation_budget: an operation returns other values when it is called again");
     return nullptr;
   }
-  const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
-  return THPVariable_Wrap(saved->pass->take(*saved));
+  return THPVariable_Wrap(taken);
   END_HANDLE_TH_ERRORS
 }
 

@@ -37,10 +37,9 @@ bool RecordedOp::can_replay() const {
   return std::none_of(args.begin(), args.end(), [](const c10::IValue& arg) { return arg.isGenerator(); });
 }
 
-void Tape::forget_arguments(RecordedOp& op) const {
-  if (keeps_arguments) return;
-  op.args.clear();
-  op.refs.clear();
+void RecordedOp::forget_arguments() {
+  args.clear();
+  refs.clear();
 }
 
 std::string Tape::module_of(int32_t op) const {

@@ -100,8 +100,9 @@ struct Value {
   uint32_t held_version = 0;
   std::optional<saved_tensors::Packed> packed;
   std::optional<saved_tensors::Offloaded> offloaded;
+  bool has_format_costs = false;
   std::vector<FormatCost> format_costs;                   // measured by a profile
-  std::optional<uint64_t> hash;                           // of its bytes, in a profile that keeps no values
+  std::optional<uint64_t> hash;                           // of its bytes, in a profile
   int64_t held_bytes = 0;                                 // as the memory tracker counts them
   const std::vector<PlannedWrite>* prefetches = nullptr;  // points into the plan
 };
@@ -118,6 +119,8 @@ struct RecordedOp {
 
   // Returns whether calling it again with the recorded arguments has the effect of the first call and no other.
   bool can_replay() const;
+  // Forgets the arguments, because it will not be called again.
+  void forget_arguments();
 
   const OpTraits* traits;
   c10::OperatorHandle handle;
@@ -131,6 +134,7 @@ struct RecordedOp {
   std::shared_ptr<const recompute::Autocast> autocast;
   std::shared_ptr<const recompute::RandomStates> random_states;
   uint64_t arguments = 0;   // a hash of which values it was called with and which of them require a gradient
+  uint64_t kind = 0;        // in a profile: equal for operations that do the same work
   int32_t module;           // an index that the recorder was given; -1: none
   int32_t planned = -1;     // the planned operation that it has matched; -1: none
   bool is_pending = false;  // backward may still ask for a value that only a replay of it provides
@@ -138,13 +142,10 @@ struct RecordedOp {
 
 // The recorder's other classes work on this data: Recording writes it, Profile and Replay read it.
 struct Tape {
-  // Forgets the arguments of an operation that will not be called again. A profile keeps them for its own calls.
-  void forget_arguments(RecordedOp& op) const;
   // Returns " in 'blocks.0.mlp'", the module that calls an operation, or "" if the plan does not say.
   std::string module_of(int32_t op) const;
 
   const std::shared_ptr<TapePlan> plan;  // null: none
-  const bool keeps_arguments;
   std::vector<Value> values;
   std::vector<RecordedOp> ops;
   std::vector<int32_t> op_of_planned;  // the last operation that has matched a planned one; -1: none. Empty: no plan.

@@ -43,10 +43,10 @@ def activation_budget(
 ) -> "ActivationPlan":
     """Limits the bytes that a model keeps for backward, and recomputes the rest in the least time.
 
-    Profiles two runs of `step_fn`. The first run re-executes each operation to check that it is deterministic; the
-    second times recomputation where backward needs it. If the two took different paths, the first is repeated. A solver
-    then decides for every saved tensor whether to save or to recompute it. A third run uses the plan and compares its
-    peak with the budget. From then on the model follows the plan in any training loop.
+    Profiles one run of `step_fn`, which calls each operation of forward twice to check that it is deterministic.
+    Backward recomputes there what it needs, which times the operations. A solver then decides for every saved tensor
+    whether to save or to recompute it. A second run uses the plan and compares its peak with the budget. From then on
+    the model follows the plan in any training loop. If the second run takes another path, both are repeated.
 
     Gradients have the same bits as without a budget. Recomputation calls the same kernels on the same values, with the
     same random numbers, and does not call your code again. So side effects of your code happen once, and BatchNorm
@@ -56,10 +56,9 @@ def activation_budget(
     Results of an operation are always saved if it is not deterministic or writes to tensors from before the pass, such
     as KV caches. Results of code outside torch's dispatcher, such as kernels called with pointers, are also saved.
 
-    If a step that saves everything does not fit into memory, `step_fn` runs up to its backward with nothing saved. It
-    is then left by an exception that handlers for `Exception` do not catch. The passes before that backward are
-    assumed to be the step's largest. Ranks that wait for each other in `step_fn` must all fit or all fail: profile
-    under `no_sync()`.
+    Planning needs about as much memory as the model with each of its blocks under `torch.utils.checkpoint`. If an
+    operation returns other values in backward than in forward, an exception that handlers for `Exception` do not catch
+    ends that step. It then runs again, and keeps the results of such operations.
 
     Planning runs real steps, each of which begins without gradients. Afterwards gradients, buffers, torch's random
     states and attributes of modules that are numbers or texts are as they were. Optimizer steps and other effects of
@@ -114,7 +113,7 @@ def activation_budget(
             plan belongs to another model, or `lossy` is not a storage format.
         NotImplementedError: fully_shard() frees parameters of the model after forward (reshard_after_forward).
         RuntimeError: `step_fn` does not train the model.
-        torch.OutOfMemoryError: Forward does not fit with nothing saved, or neither the planned step nor one that is a
+        torch.OutOfMemoryError: The profile does not fit into memory, or neither the planned step nor one that is a
             tenth tighter fits. Profile a part of the batch with that part of the budget: a plan holds for any batch
             size.
         torch.utils.checkpoint.CheckpointError: Raised in backward if a tensor that must be read again was modified
@@ -128,11 +127,10 @@ def activation_budget(
 
     def run() -> None:
         assert step_fn is not None
+        drop_gradients(model)  # so that no run adds to another's
         step_fn()
-        drop_gradients(model)  # so that no run adds to another's, and none holds them twice
 
     try:
-        drop_gradients(model)
         with progress.showing():
             made = _planned(model, run if step_fn is not None else None, budget, plan, offload, lossy)
         before.restore_values()
@@ -173,11 +171,7 @@ def _planned(
         with CompiledRegions(model) as regions:
             trace, peak = profile(model, step_fn, storage_formats, pool)
             num_bytes = bytes_of(budget, peak)
-            fitted = regions.fit(
-                trace, peak, num_bytes, lambda: profile(model, step_fn, storage_formats, pool, is_short=True)
-            )
-            fitted.is_estimated |= trace.is_estimated  # the peak comes from `trace`
-            trace = fitted
+            trace = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, storage_formats, pool))
             made = ActivationPlan(model, trace, peak, regions, pool)
             progress.tell("chooses which tensors to save")
             made._choose(num_bytes)
@@ -198,7 +192,7 @@ class ActivationPlan(_C.ActivationScope):
 
     Attributes:
         budget_bytes: The requested budget.
-        unplanned_bytes: The measured peak without a budget.
+        unplanned_bytes: The peak without a budget, by the sizes of what backward uses.
         planned_bytes: The predicted peak.
         planned_seconds: The predicted time that the plan adds to a step.
         bound_seconds: A lower bound on the added time of every plan, from minimum cuts that ignore the memory of
@@ -231,11 +225,6 @@ class ActivationPlan(_C.ActivationScope):
         self.measured_bytes: int | None = None
         self.measured_seconds: float | None = None
         self.notes: list[str] = []
-        if trace.is_estimated:
-            whole = table.size(unplanned_bytes)
-            self._note(f"a step with everything saved did not fit: its {whole} are estimated")
-        if not trace.has_one_path:
-            self._note("profiled steps took different paths: operations that the last one lacks have no plan")
 
     @property
     def has_diverged(self) -> bool:
@@ -301,7 +290,7 @@ class ActivationPlan(_C.ActivationScope):
         """Runs a training step. If it runs out of memory, makes the plan a tenth tighter and runs the step once more.
 
         Restores gradients before the second run (existing ones are copied, so preferably call it with none). Other side
-        effects of the first run are not undone.
+        effects of the first run are not undone. If the second run fails as well, the former plan is in force again.
 
         Raises:
             torch.OutOfMemoryError: The second run ran out of memory as well, or no tighter plan is possible.
@@ -314,6 +303,7 @@ class ActivationPlan(_C.ActivationScope):
                 raise
             said = first_line(error)
         undo()
+        former = (self._choice, self.budget_bytes)
         tighter = int(0.9 * min(self.budget_bytes, self.planned_bytes))
         try:
             self._choose(tighter)
@@ -327,9 +317,18 @@ class ActivationPlan(_C.ActivationScope):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            divergence, smallest = self._recorder.divergence, table.size(self.smallest_bytes)
+            self._choice, self.budget_bytes = former
+            self._install()
+            self.notes.pop()
+            advice = (
+                f"it takes another path than the planned step ({divergence}). Plan on a batch that takes this path"
+                if divergence
+                else f"set a smaller one ({smallest} is the smallest that is possible)"
+            )
             raise torch.OutOfMemoryError(
-                f"the step ran out of memory with a budget of {table.size(tighter)} as well: set a smaller one "
-                f"({table.size(self.smallest_bytes)} is the smallest that is possible). ({first_line(error)})"
+                f"the step ran out of memory with a budget of {table.size(tighter)} as well: {advice}. "
+                f"({first_line(error)})"
             ) from error
 
     def to_dict(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class CompiledRegions:
             trace: The trace of a step with the regions as they were found.
             peak_bytes: The peak of that step.
             budget_bytes: The budget for the whole model.
-            profile: Runs the step with everything kept. Called at most 6 times, with one recompilation each.
+            profile: Profiles the step. Called at most 6 times, with one recompilation each.
 
         Returns:
             The trace of the step at the chosen ratio.

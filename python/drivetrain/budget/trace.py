@@ -3,19 +3,18 @@
 A trace has the operations of a forward pass, the values that they make, and the use of these values by backward.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .. import _C
 from . import compiled, progress
-from .retry import Undo, first_line, is_out_of_memory
+from .retry import first_line, is_out_of_memory
 
 _DOES_NOT_TRAIN = (
     "step_fn did not call the model with gradients on, or ran no backward. It must run forward, loss and backward of "
@@ -41,7 +40,7 @@ def _does_not_train(has_no_pass: bool) -> str:
 
 # The storage formats of values besides the unchanged one: their names for users, and their numbers in the recorder.
 STORAGE_FORMATS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
-_Purpose = Literal["profile", "frugal profile", "timings"]  # of a recorder
+_MOST_RUNS = 16  # of a profiled step
 _INPUT = -1  # instead of a value: a tensor that existed before the pass
 
 
@@ -141,28 +140,22 @@ class Trace:
         passes: in the order of forward.
         uses: in the order of backward.
         modules: the names of the model's modules.
-        has_one_path: True if every profiled step called the same operations.
-        is_estimated: True if no backward was profiled, so that `uses` is forward's order of saves reversed.
     """
 
     passes: list[Pass]
     uses: list[BackwardUse]
     modules: list[str]
-    has_one_path: bool = True
-    is_estimated: bool = False
 
     def passes_at(self) -> Iterator[tuple[int, Pass]]:
         """Yields each pass after the number of its first value."""
         begins = itertools.accumulate((len(one.values) for one in self.passes), initial=0)
         return zip(begins, self.passes, strict=False)
 
-    def has_path_of(self, other: "Trace") -> bool:
-        """Returns whether both have the same operations and the same number of values, pass by pass."""
-
-        def path(trace: Trace) -> list[Any]:
-            return [([(op.name, op.writes) for op in one.ops], len(one.values)) for one in trace.passes]
-
-        return path(self) == path(other)
+    def peak_with_everything_kept(self) -> int:
+        """Returns the most bytes that backward has in memory where forward keeps all that can be kept."""
+        policy = [0 if value.can_keep else -1 for one in self.passes for value in one.values]
+        peak: int = _C.activation_simulate(*self.for_solver(), policy)["peak_bytes"]
+        return peak
 
     def has_storage_format(self, storage_format: int) -> bool:
         """Returns whether any value was measured in that format."""
@@ -236,8 +229,6 @@ class Trace:
             [_pass_of(one) for one in plain["passes"]],
             [BackwardUse(*use) for use in plain["uses"]],
             plain["modules"],
-            plain["has_one_path"],
-            plain.get("is_estimated", False),
         )
 
 
@@ -246,127 +237,67 @@ def profile(
     step_fn: Callable[[], object],
     storage_formats: Sequence[int] = (),
     pool: _C.OffloadPool | None = None,
-    *,
-    is_short: bool = False,
 ) -> tuple[Trace, int]:
-    """Profiles a training step in two runs that keep all saved tensors.
+    """Profiles a training step in one run, which needs about the memory that checkpointing of blocks would need.
 
-    The first run re-executes each operation after the forward pass to check that it is deterministic, and measures the
-    storage formats of saved tensors. The second times recomputation where backward needs it. If keeping everything runs
-    out of memory, one run keeps nothing, and ends when its backward begins.
+    Forward calls each operation twice, to check that it is deterministic. Backward recomputes what it needs, which
+    times the operations. If an operation returns other values there than in forward, an exception that handlers for
+    `Exception` do not catch ends the step. It runs again without recomputing operations of that kind.
 
     Args:
         model: The model that step_fn trains.
         step_fn: Runs forward, loss and backward of one training step.
         storage_formats: The numbers of the storage formats to measure; see STORAGE_FORMATS.
         pool: The host memory for offloaded values, or None.
-        is_short: Skip the second run, so that times are the forward pass's.
 
     Returns:
-        The trace, and the peak in bytes of the tensors that were kept for backward, or would have been.
+        The trace, and the peak in bytes of the tensors that a step keeps for backward if it keeps everything.
 
     Raises:
-        RuntimeError: step_fn ran no forward pass of the model with gradients enabled, or no backward.
-        torch.OutOfMemoryError: the run that keeps nothing did not fit into memory either.
+        RuntimeError: step_fn ran no forward pass of the model with gradients enabled, or no backward. Or too many kinds
+            of operations returned other values in backward.
+        torch.OutOfMemoryError: The step did not fit into memory.
     """
-    undo = Undo(model)
     try:
-        return _profile_whole(model, step_fn, storage_formats, pool, is_short)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    undo()  # outside of the handler, where the error still refers to all tensors of the step
-    try:
-        return _profile_frugally(model, step_fn, storage_formats, pool)
+        tapes = _profiled(model, step_fn, storage_formats, pool)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise torch.OutOfMemoryError(
-            "activation_budget: neither a step with everything kept nor forward with nothing kept fits into memory. "
-            "Profile a part of the batch with the same part of the budget. Bytes grow with the batch, and the plan "
-            f"holds for any batch size. ({first_line(error)})"
+            "activation_budget: the step does not fit into memory, although the profile keeps few tensors for "
+            "backward. Profile a part of the batch with the same part of the budget. Bytes grow with the batch, and "
+            f"the plan holds for any batch size. ({first_line(error)})"
         ) from error
-    finally:
-        undo()
-
-
-def _profile_whole(
-    model: nn.Module,
-    step_fn: Callable[[], object],
-    storage_formats: Sequence[int],
-    pool: _C.OffloadPool | None,
-    is_short: bool,
-) -> tuple[Trace, int]:
-    if not is_short:
-        progress.tell("runs a step with everything kept, and its forward once more, operation by operation")
-    trace, peak = _profile_step(model, step_fn, storage_formats, pool, "profile")
-    if is_short:
-        return trace, peak
-    progress.tell("runs a step to time the recomputation in backward")
-    timed, peak_of_timed = _profile_step(model, step_fn, storage_formats, pool, "timings")
-    if trace.has_path_of(timed):
-        return _with_times_of(timed, trace), peak_of_timed
-    progress.tell("runs a step with everything kept again: the two called different operations")
-    trace, peak = _profile_step(model, step_fn, storage_formats, pool, "profile")
-    trace.has_one_path = False
-    return trace, peak
-
-
-def _profile_step(
-    model: nn.Module,
-    step_fn: Callable[[], object],
-    storage_formats: Sequence[int],
-    pool: _C.OffloadPool | None,
-    purpose: _Purpose,
-) -> tuple[Trace, int]:
-    with _recorded(model, storage_formats, pool, purpose) as recorder:
-        step_fn()
-        peak, tapes = recorder.peak_bytes, _take_tapes(recorder)
     uses = [use for tape in tapes for use in tape.uses]
     if not tapes or (uses and all(use.is_release for use in uses)):
         raise RuntimeError(_does_not_train(not tapes))
-    return _joined(_largest(tapes), [name for name, _ in model.named_modules()]), peak
+    trace = _joined(_largest(tapes), [name for name, _ in model.named_modules()])
+    return trace, trace.peak_with_everything_kept()
 
 
-def _profile_frugally(
+def _profiled(
     model: nn.Module, step_fn: Callable[[], object], storage_formats: Sequence[int], pool: _C.OffloadPool | None
-) -> tuple[Trace, int]:
-    progress.tell("runs a forward with nothing kept: a step with everything kept did not fit")
-    has_ended = False
-    with _recorded(model, storage_formats, pool, "frugal profile") as recorder:
-        try:
-            step_fn()
-        except _C.ActivationProfileEnded:
-            has_ended = True
-    tapes = _take_tapes(recorder)
-    if has_ended and not tapes:
-        raise torch.OutOfMemoryError("forward itself runs a backward, which needs all of its saved tensors")
-    if not has_ended:
-        raise RuntimeError(_does_not_train(not tapes))
-    modules = [name for name, _ in model.named_modules()]
-    trace = Trace([tape.recorded for tape in tapes], [], modules, is_estimated=True)
-    num_bytes = 0
-    for begin, one in reversed(list(trace.passes_at())):
-        saved_values = {save.value for save in one.saves if save.value >= 0}
-        num_bytes += sum(one.values[value].num_bytes for value in saved_values)
-        for _, saves in itertools.groupby(reversed(one.saves), key=operator.attrgetter("op")):
-            values = [begin + save.value for save in saves if save.value >= 0]
-            trace.uses += [BackwardUse(value, is_release) for is_release in (False, True) for value in values]
-    return trace, num_bytes
-
-
-@contextlib.contextmanager
-def _recorded(
-    model: nn.Module, storage_formats: Sequence[int], pool: _C.OffloadPool | None, purpose: _Purpose
-) -> Iterator[_C.ActivationRecorder]:
-    recorder = _C.ActivationRecorder(purpose)
+) -> "list[_Tape]":
+    """Runs the step until backward recomputes the same values as forward, and returns its tapes."""
+    progress.tell("runs a step, and its forward once more, operation by operation")
+    recorder = _C.ActivationRecorder(is_profile=True)
     recorder.set_formats(storage_formats, pool, 0)
     with _Naming(model, recorder), Recording(model, recorder):
-        try:
-            yield recorder
-        except BaseException:
-            recorder.abandon()  # the caller may still hold the graph
-            raise
+        for _ in range(_MOST_RUNS):
+            try:
+                step_fn()
+            except _C.ActivationProfileEnded:
+                recorder.abandon()
+                progress.tell("runs the step again: an operation returned other values in backward than in forward")
+                continue
+            except BaseException:
+                recorder.abandon()  # the caller may still hold the graph
+                raise
+            return _take_tapes(recorder)
+    raise RuntimeError(
+        f"activation_budget: in each of {_MOST_RUNS} runs of the step, another kind of operation returned other values "
+        "when backward recomputed it. Parameters, buffers and inputs must not change between forward and backward"
+    )
 
 
 def _pass_on_higher_order_operators() -> None:
@@ -470,20 +401,3 @@ def _joined(tapes: list[_Tape], modules: list[str]) -> Trace:
     uses.sort(key=operator.attrgetter("order"))
     trace.uses = [BackwardUse(use.value, use.is_release) for use in uses]
     return trace
-
-
-def _with_times_of(timed: Trace, trace: Trace) -> Trace:
-    """Adds to the timed trace what only the other one, of the same path, has measured."""
-    for one, other in zip(timed.passes, trace.passes, strict=True):
-        one.ops = [
-            mine._replace(seconds=theirs.seconds if mine.seconds is None else mine.seconds)
-            for mine, theirs in zip(one.ops, other.ops, strict=True)
-        ]
-        one.values = [
-            mine._replace(
-                can_recompute=mine.can_recompute and theirs.can_recompute,
-                formats=theirs.formats if mine.num_bytes == theirs.num_bytes else [],
-            )
-            for mine, theirs in zip(one.values, other.values, strict=True)
-        ]
-    return timed

@@ -1,0 +1,82 @@
+// Cuts a profiled pass into parts; see parts.h.
+#include "budget/recorder/parts.h"
+
+#include <algorithm>
+
+namespace drivetrain::budget {
+
+void Parts::note_save(int32_t value) {
+  if (saved_.insert(value).second) saved_bytes_ += tape_.values[value].bytes;
+}
+
+void Parts::note_read(int32_t value, const at::Tensor& memory) {
+  if (!is_of_earlier_part(tape_.values[value])) return;
+  const auto held = held_for_.find(value);
+  if (held != held_for_.end()) {
+    held->second = begins_.size();
+    return;
+  }
+  if (!store_.has(value) && !is_far(value)) return;
+  held_for_.emplace(value, begins_.size());
+  store_.hold(value, memory);
+  held_bytes_ += tape_.values[value].bytes;
+}
+
+void Parts::begin_op(int32_t op) {
+  if (saved_bytes_ < part_bytes_) return;
+  begins_.push_back(op);
+  saved_.clear();
+  saved_bytes_ = 0;
+  // Values that were held later may have brought these near. A value is near to those before it.
+  std::vector<int32_t> held;
+  for (const auto& [value, _] : held_for_) held.push_back(value);
+  std::sort(held.begin(), held.end());
+  for (const int32_t value : held) {
+    if (!is_far(value)) let_go(value);
+  }
+  while (held_bytes_ > 2 * part_bytes_ && !begins_.empty()) merge();
+}
+
+// Returns whether a replay of the value from held ones would make more than a quarter of a part.
+bool Parts::is_far(int32_t value) const {
+  int64_t bytes = 0;
+  std::unordered_set<int32_t> seen{value};
+  std::vector<int32_t> todo{value};
+  while (!todo.empty()) {
+    const Value& next = tape_.values[todo.back()];
+    todo.pop_back();
+    bytes += next.bytes;
+    if (4 * bytes > part_bytes_) return true;
+    if (next.op < 0) continue;
+    for (const int32_t read : tape_.ops[next.op].reads) {
+      if (!store_.has(read) && seen.insert(read).second) todo.push_back(read);
+    }
+  }
+  return false;
+}
+
+void Parts::let_go(int32_t value) {
+  held_for_.erase(value);
+  held_bytes_ -= tape_.values[value].bytes;
+  store_.let_go(value);
+}
+
+void Parts::merge() {
+  if (begins_.size() % 2 == 1) saved_bytes_ += part_bytes_;  // the last part and the one before
+  part_bytes_ *= 2;
+  std::vector<int32_t> begins;
+  for (size_t i = 1; i < begins_.size(); i += 2) begins.push_back(begins_[i]);
+  begins_ = std::move(begins);
+  std::vector<int32_t> inside;
+  for (auto& [value, part] : held_for_) {
+    part /= 2;
+    if (part_of(tape_.values[value].op) == part) inside.push_back(value);
+  }
+  for (const int32_t value : inside) let_go(value);
+}
+
+size_t Parts::part_of(int32_t op) const {
+  return std::upper_bound(begins_.begin(), begins_.end(), op) - begins_.begin();
+}
+
+}  // namespace drivetrain::budget

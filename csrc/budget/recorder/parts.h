@@ -1,0 +1,49 @@
+// Declares Parts, which chooses the values that a profiled pass holds, so that backward replays a part of it at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "budget/recorder/tape.h"
+#include "budget/recorder/value_store.h"
+
+namespace drivetrain::budget {
+
+// Replays in backward must not begin at the inputs of the pass. So the pass is cut into parts of equal bytes. Values
+// that a later part reads are held, like the input of a block under torch.utils.checkpoint. A value that few operations
+// replay from held ones is not held itself. If the held values exceed twice the bytes of a part, every two parts become
+// one. So the memory of a profile grows with the square root of what a step saves.
+class Parts {
+ public:
+  Parts(const Tape& tape, ValueStore& store) : tape_(tape), store_(store) {}
+
+  // Begins the operation of this index, and a part if the last one is complete.
+  void begin_op(int32_t op);
+  // Notes that autograd saves a value that can be replayed.
+  void note_save(int32_t value);
+  // Notes that an operation, which will be replayed, has read a value that can be replayed. `memory` has what it read.
+  void note_read(int32_t value, const at::Tensor& memory);
+  // Returns whether the value belongs to a part before the last.
+  bool is_of_earlier_part(const Value& value) const { return !begins_.empty() && value.op < begins_.back(); }
+
+ private:
+  size_t part_of(int32_t op) const;
+  bool is_far(int32_t value) const;
+  void let_go(int32_t value);
+  void merge();
+
+  const Tape& tape_;
+  ValueStore& store_;
+  std::vector<int32_t> begins_;                   // the first operations of the parts after the first
+  std::unordered_map<int32_t, size_t> held_for_;  // per held value: the last part that reads it
+  std::unordered_set<int32_t> saved_;             // the values that autograd has saved in the last part
+  int64_t part_bytes_ = 1 << 16;
+  int64_t saved_bytes_ = 0;
+  int64_t held_bytes_ = 0;
+};
+
+}  // namespace drivetrain::budget

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import drivetrain
+from drivetrain.budget.expectation import allocated_peak, per_block
 from drivetrain.budget.trace import profile
 from suite.activation_memory import allocated
 
@@ -210,6 +211,44 @@ def test_a_profile_takes_about_the_square_root_of_what_a_step_saves() -> None:
     _, saved = profile(model, step)
     assert saved >= 127 * x.nbytes
     assert peak < 3 * 127**0.5 * x.nbytes
+
+
+@pytest.mark.parametrize("share", ["80%", "40%"])
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_the_expected_peak_is_about_the_allocators(name: str, share: str) -> None:
+    torch.manual_seed(0)
+    if name == "gpt":
+        model, x = Gpt(width=64), torch.randint(50, (8, 64))
+    else:
+        layers = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU())))
+        model, x = nn.Sequential(layers, nn.Linear(64, 1)), torch.randn(2048, 64)
+
+    def forward() -> Tensor:
+        return model(x).mean()
+
+    plan = drivetrain.activation_budget(model, lambda: forward().backward(), share)
+    model.zero_grad()
+    _, peak = allocated(forward)
+    assert allocated_peak(model, plan._trace, plan._chosen.policy) == pytest.approx(peak, rel=0.15)
+
+
+def test_the_summary_compares_with_checkpointing_of_blocks() -> None:
+    def checkpointed() -> Tensor:
+        x = model.embed(ids)
+        for block in model.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return nn.functional.cross_entropy(model.head(x).flatten(0, 1), ids.flatten())
+
+    torch.manual_seed(0)
+    model, ids = Gpt(width=64), torch.randint(50, (8, 64))
+    plan = drivetrain.activation_budget(model, lambda: model(ids).backward(), "60%")
+    blocks = per_block(plan._trace)
+    model.zero_grad()
+    _, peak = allocated(checkpointed)
+    assert blocks.blocks == "blocks"
+    assert blocks.num_bytes == pytest.approx(peak, rel=0.25)
+    assert "expected peak of the allocator" in plan.summary()
+    assert "torch.utils.checkpoint of each module in 'blocks' keeps" in plan.summary()
 
 
 def test_what_is_counted_by_a_dispatch_mode(gpt: tuple[nn.Module, Step]) -> None:

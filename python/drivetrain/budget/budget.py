@@ -355,6 +355,10 @@ class ActivationPlan(_C.ActivationScope):
         measured = self._recorder.seconds_by_op() if self.measured_seconds is not None else None
         return table.rows(self._trace, self._chosen, measured)
 
+    def summary(self) -> str:
+        """Returns the lines below the table: bytes that are kept, the expected peak of torch's allocator, and notes."""
+        return "\n".join(table.lines(self))
+
     def __str__(self) -> str:
         return table.render(self)
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..notebook import html_table
+from .expectation import allocated_peak, per_block
 from .plan import RECOMPUTE, SAVE, ChosenPolicy
 from .trace import STORAGE_FORMATS, Trace
 
@@ -22,6 +23,7 @@ _SUMMED = (
     "planned_seconds",
     "measured_seconds",
 )
+_EQUAL_SECONDS = 1.03
 _LARGEST_SHARE = 1 / 6  # of all bytes; a larger block is split into its parts
 
 
@@ -82,7 +84,7 @@ def render(plan: "ActivationPlan") -> str:
     table.add_row(*total)
     out = Console(file=io.StringIO(), width=120)
     out.print(table)
-    for line in _lines(plan):
+    for line in lines(plan):
         out.print(line, highlight=False)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
@@ -90,7 +92,7 @@ def render(plan: "ActivationPlan") -> str:
 
 def html(plan: "ActivationPlan") -> str:
     """Formats a plan for a notebook."""
-    return html_table(_lines(plan), _COLUMNS, _cells(plan))
+    return html_table(lines(plan), _COLUMNS, _cells(plan))
 
 
 def _cells(plan: "ActivationPlan") -> list[tuple[str, ...]]:
@@ -107,21 +109,36 @@ def _cells(plan: "ActivationPlan") -> list[tuple[str, ...]]:
     ]
 
 
-def _lines(plan: "ActivationPlan") -> list[str]:
+def lines(plan: "ActivationPlan") -> list[str]:
+    """Returns what the plan keeps, what remains of the allocator's peak, and how it compares, in sentences."""
     measured = "" if plan.measured_bytes is None else f", measured {size(plan.measured_bytes)}"
-    lines = [
+    found = [
         f"peak of bytes kept for backward: budget {size(plan.budget_bytes)}, planned {size(plan.planned_bytes)}"
         f"{measured}, {size(plan.unplanned_bytes)} without a budget; smallest possible {size(plan.smallest_bytes)}"
     ]
+    trace, policy = plan._trace, plan._chosen.policy
+    expected, without = (allocated_peak(plan._model, trace, one) for one in (policy, trace.keeping_everything))
+    found.append(
+        f"expected peak of the allocator above the model: {size(expected)}, {size(without)} without a budget; "
+        "gradients and temporaries remain"
+    )
+    blocks = per_block(trace)
+    if blocks is not None:
+        is_as_good = blocks.num_bytes <= plan.budget_bytes and blocks.seconds <= _EQUAL_SECONDS * plan.planned_seconds
+        found.append(
+            f"torch.utils.checkpoint of each module in '{blocks.blocks}' keeps {size(blocks.num_bytes)} and adds "
+            f"{1e3 * blocks.seconds:.1f} ms; this plan adds {1e3 * plan.planned_seconds:.1f} ms"
+            + (": it is as good here" if is_as_good else "")
+        )
     if len(plan.compiled) > 0:
-        lines.append(str(plan.compiled))
+        found.append(str(plan.compiled))
     copies = plan.copies
     if plan.host_link is not None and copies is not None:
-        lines.append(
+        found.append(
             f"offload: measured {plan.host_link}; {copies.num_values} tensors of {size(copies.num_bytes)} are copied "
             f"out and back, and the step waits {1e3 * copies.exposed_seconds:.1f} ms for them"
         )
-    return lines + [f"note: {note}" for note in plan.notes]
+    return found + [f"note: {note}" for note in plan.notes]
 
 
 def _all_bytes(row: dict[str, Any]) -> int:

@@ -153,9 +153,13 @@ class Trace:
 
     def peak_with_everything_kept(self) -> int:
         """Returns the most bytes that backward has in memory where forward keeps all that can be kept."""
-        policy = [0 if value.can_keep else -1 for one in self.passes for value in one.values]
-        peak: int = _C.activation_simulate(*self.for_solver(), policy)["peak_bytes"]
+        peak: int = _C.activation_simulate(*self.for_solver(), self.keeping_everything)["peak_bytes"]
         return peak
+
+    @property
+    def keeping_everything(self) -> list[int]:
+        """The policy that keeps all values that can be kept."""
+        return [0 if value.can_keep else -1 for one in self.passes for value in one.values]
 
     def has_storage_format(self, storage_format: int) -> bool:
         """Returns whether any value was measured in that format."""

@@ -226,3 +226,61 @@ def test_what_is_changed_between_forward_and_backward_is_kept() -> None:
     assert by_name["aten::addmm"] == [True]
     assert by_name["aten::tanh"] == [False]
     assert runs == 2
+
+
+def test_zeros_that_a_later_part_reads_before_autograd_saves_them() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(30))
+            self.weight = nn.Parameter(torch.randn(256))
+
+        def forward(self, x: Tensor) -> Tensor:
+            zeros = self.layers[0](x) * 0
+            hidden = self.layers[2](self.layers[1](x).sin()).sin() + zeros
+            hidden = hidden + zeros * self.weight
+            for layer in self.layers[3:]:
+                hidden = hidden + layer(hidden).sin()
+            return hidden.sum()
+
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(64, 256)
+    expected = gradients(model, lambda: model(x).backward())
+    model.zero_grad()
+    profile(model, lambda: model(x).backward())
+    assert_same_bits(gradients(model, lambda: None), expected)
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_inputs_that_change_before_backward_are_not_read_again(catches: bool) -> None:
+    """A write that torch counts is no error where autograd has not saved the tensor."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("average", torch.rand(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) + self.average).tanh().sum()
+
+    torch.manual_seed(0)
+    model, x = Averaged(), torch.randn(8, 16)
+    runs = 0
+
+    def step() -> None:
+        nonlocal runs
+        runs += 1
+        model.zero_grad()
+        loss = model(x)
+        model.average.mul_(0.9)
+        try:
+            loss.backward()
+        except BaseException:
+            if not catches:
+                raise
+
+    trace, _ = profile(model, step)
+    assert runs == 2
+    by_name = {op[0]: [trace.passes[0].values[write][2] for write in op[4]] for op in trace.passes[0].ops}
+    assert by_name["aten::add"] == [False]

@@ -55,9 +55,12 @@ bool Parts::is_far(int32_t value) const {
   return false;
 }
 
+void Parts::keep(int32_t value) {
+  if (held_for_.erase(value) != 0) held_bytes_ -= tape_.values[value].bytes;
+}
+
 void Parts::let_go(int32_t value) {
-  held_for_.erase(value);
-  held_bytes_ -= tape_.values[value].bytes;
+  keep(value);
   store_.let_go(value);
 }
 

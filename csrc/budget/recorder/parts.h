@@ -27,6 +27,8 @@ class Parts {
   void note_save(int32_t value);
   // Notes that an operation, which will be replayed, has read a value that can be replayed. `memory` has what it read.
   void note_read(int32_t value, const at::Tensor& memory);
+  // Forgets that it may let go of a value, because no replay can make it again.
+  void keep(int32_t value);
   // Returns whether the value belongs to a part before the last.
   bool is_of_earlier_part(const Value& value) const { return !begins_.empty() && value.op < begins_.back(); }
 

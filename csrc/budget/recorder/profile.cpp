@@ -77,10 +77,17 @@ bool Profile::repeats(RecordedOp& op, int32_t index, const std::vector<at::Tenso
   const recompute::RandomStates states = recompute::RandomStates::now();
   const recompute::RandomStatesGuard random_states(&states);
   std::optional<DeviceTimer> timer;
-  const std::vector<at::Tensor> results = replay_.call(
-      op,
-      [&](const TensorRef& ref) { return ref.value < 0 ? checks_.existing(ref) : view_of(memory.at(ref.value), ref); },
-      &timer);
+  std::vector<at::Tensor> results;
+  const auto tensor_of = [&](const TensorRef& ref) {
+    return ref.value < 0 ? checks_.existing(ref) : view_of(memory.at(ref.value), ref);
+  };
+  try {
+    results = replay_.call(op, tensor_of, &timer);
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error&) {
+    return false;  // it cannot be called twice
+  }
   forward_timers_.emplace_back(index, std::move(*timer));
   for (size_t k = 0; k < op.writes.size(); ++k) {
     const Value& value = tape_.values[op.writes[k].value];
@@ -96,6 +103,7 @@ bool Profile::stores_saved(int32_t index, const at::Tensor& tensor) {
   // Equal zeros prove nothing: unseen code, such as a reduction over ranks, may add to them in another step.
   if (tensor.storage().nbytes() > 0 && is_all_zero(tensor)) {
     value.can_recompute = value.is_replayable = false;
+    parts_.keep(index);
     return true;
   }
   if (!value.hash) value.hash = hash_of_storage(tensor);
@@ -112,7 +120,19 @@ void Profile::note_replay(int32_t index, DeviceTimer timer, const std::vector<at
     const int32_t value = op.writes[k].value;
     if (op.traits->returns_garbage) fill_with_garbage(results[k]);
     if (!tape_.values[value].hash || store_.has(value)) continue;
+    if (op.traits->has_workspace && results[k].scalar_type() == at::kByte) continue;  // never fully written
     if (*tape_.values[value].hash == hash_of_storage(results[k])) continue;
+    has_failed_ = true;
+    unrepeatable_->insert(op.kind);
+  }
+}
+
+void Profile::note_changed_inputs() {
+  for (const RecordedOp& op : tape_.ops) {
+    if (std::none_of(op.refs.begin(), op.refs.end(),
+                     [](const TensorRef& ref) { return ref.value < 0 && (is_freed(ref) || is_written(ref)); })) {
+      continue;
+    }
     has_failed_ = true;
     unrepeatable_->insert(op.kind);
   }

@@ -76,7 +76,9 @@ class Profile {
   void note_release(int32_t value) { uses_.push_back({value, true, tracker_->next_use()}); }
   // Measures bytes and time of each storage format for a value that backward takes.
   void measure_formats(int32_t value);
-  // Returns whether a replay had other results than the forward pass. The step must run again.
+  // Notes which operations cannot be replayed, because tensors that existed before the pass were changed or freed.
+  void note_changed_inputs();
+  // Returns whether a replay failed, or had other results than the forward pass. The step must run again.
   bool has_failed() const { return has_failed_; }
 
   int64_t begin() const { return begin_; }  // the order of the first use that could belong to the pass

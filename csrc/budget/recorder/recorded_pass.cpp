@@ -90,9 +90,14 @@ at::Tensor RecordedPass::take(const SavedTensor& saved) {
   if (saved.ref.value < 0) return checks_.existing(saved.ref);
   replay_.check_usable();
   if (profile_) profile_->note_take(saved.ref.value);
-  const at::Tensor taken = replay_.take(saved.ref);
-  if (profile_) profile_->measure_formats(saved.ref.value);
-  return taken;
+  try {
+    const at::Tensor taken = replay_.take(saved.ref);
+    if (profile_) profile_->measure_formats(saved.ref.value);
+    return taken;
+  } catch (...) {
+    if (profile_) profile_->note_changed_inputs();
+    throw;
+  }
 }
 
 void RecordedPass::release(const SavedTensor& saved) {

@@ -59,6 +59,7 @@ py::dict plain_trace(const Profile& profile) {
   made["ops"] = ops;
   made["uses"] = uses;
   made["begin"] = profile.begin();
+  made["has_failed"] = profile.has_failed();
   return made;
 }
 

@@ -210,7 +210,9 @@ void Recording::record_results(RecordedOp op, bool can_recompute, torch::jit::St
     can_recompute = false;
     for (const OpResult& result : op.writes) tape_.values[result.value].can_recompute = false;
   }
-  for (const auto& [value, tensor] : anchors_) store_.hold(value, tensor);
+  if (profile_ == nullptr || can_recompute) {
+    for (const auto& [value, tensor] : anchors_) store_.hold(value, tensor);
+  }
   if (profile_ != nullptr && can_recompute) note_reads_in_profile(op);
   mark_replayable(op, can_recompute);
   if (!can_recompute) op.forget_arguments();
@@ -391,6 +393,9 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
 
 void Recording::finish() {
   written_.clear();  // an operation that failed leaves entries
+  anchors_.clear();
+  memory_.clear();
+  unresolved_.clear();
   // The recorder saw every write to memory that is still being copied to the host. After this call other code, for
   // instance the owner of a result of the model, may write there unseen.
   for (const auto& [_, known] : known_) {

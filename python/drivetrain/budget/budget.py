@@ -58,7 +58,8 @@ def activation_budget(
 
     Planning needs about as much memory as the model with each of its blocks under `torch.utils.checkpoint`. If an
     operation returns other values in backward than in forward, an exception that handlers for `Exception` do not catch
-    ends that step. It then runs again, and keeps the results of such operations.
+    ends that step. It then runs again, and keeps the results of such operations. Where ranks wait for each other in
+    `step_fn`, profile under `no_sync()`, because one rank may run it again.
 
     Planning runs real steps, each of which begins without gradients. Afterwards gradients, buffers, torch's random
     states and attributes of modules that are numbers or texts are as they were. Optimizer steps and other effects of

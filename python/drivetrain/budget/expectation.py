@@ -40,7 +40,7 @@ def allocated_peak(model: nn.Module, trace: Trace, policy: list[int]) -> int:
             temporary = max(temporary, touched_bytes)
             if module >= 0 and module not in seen:
                 seen.add(module)
-                owner = modules[trace.modules[module]]
+                owner = modules.get(trace.modules[module], nn.Module())  # it may have been removed since
                 gradients += sum(param.nbytes for param in owner.parameters(recurse=False) if param.requires_grad)
         peak = max(peak, num_bytes + temporary + gradients)
     return peak
@@ -56,20 +56,20 @@ class PerBlock(NamedTuple):
 
 def per_block(trace: Trace) -> PerBlock | None:
     """Predicts checkpointing of each block: of the modules in a list that call the most operations; None: no list."""
-    blocks = [re.match(r"(.*?)\.?(\d+)(\.|$)", name) for name in trace.modules]
+    blocks = [re.match(r"(?:(.*?)\.)?(\d+)(\.|$)", name) for name in trace.modules]
     counts: dict[str, int] = defaultdict(int)
     for one in trace.passes:
         for op in one.ops:
             block = blocks[op.module] if op.module >= 0 else None
             if block is not None:
-                counts[block[1]] += 1
+                counts[block[1] or ""] += 1
     if not counts:
         return None
     chosen = max(counts, key=lambda name: counts[name])
 
     def block_of(module: int) -> str | None:
         block = blocks[module] if module >= 0 else None
-        return block[2] if block is not None and block[1] == chosen else None
+        return block[2] if block is not None and (block[1] or "") == chosen else None
 
     policy = trace.keeping_everything
     for begin, one in trace.passes_at():

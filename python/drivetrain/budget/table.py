@@ -126,8 +126,8 @@ def lines(plan: "ActivationPlan") -> list[str]:
     if blocks is not None:
         is_as_good = blocks.num_bytes <= plan.budget_bytes and blocks.seconds <= _EQUAL_SECONDS * plan.planned_seconds
         found.append(
-            f"torch.utils.checkpoint of each module in '{blocks.blocks}' keeps {size(blocks.num_bytes)} and adds "
-            f"{1e3 * blocks.seconds:.1f} ms; this plan adds {1e3 * plan.planned_seconds:.1f} ms"
+            f"torch.utils.checkpoint of each module in '{blocks.blocks or 'the model'}' keeps {size(blocks.num_bytes)} "
+            f"and adds {1e3 * blocks.seconds:.1f} ms; this plan adds {1e3 * plan.planned_seconds:.1f} ms"
             + (": it is as good here" if is_as_good else "")
         )
     if len(plan.compiled) > 0:

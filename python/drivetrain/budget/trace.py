@@ -290,14 +290,19 @@ def _profiled(
         for _ in range(_MOST_RUNS):
             try:
                 step_fn()
+                tapes = recorder.take_tapes()
             except _C.ActivationProfileEnded:
-                recorder.abandon()
-                progress.tell("runs the step again: an operation returned other values in backward than in forward")
-                continue
+                tapes = None
             except BaseException:
                 recorder.abandon()  # the caller may still hold the graph
                 raise
-            return _take_tapes(recorder)
+            if tapes is not None and not any(plain["has_failed"] for plain in tapes):  # step_fn may have caught it
+                return [
+                    _Tape(_pass_of(plain), [_OrderedUse(*use) for use in plain["uses"]], plain["begin"])
+                    for plain in tapes
+                ]
+            recorder.abandon()
+            progress.tell("runs the step again: an operation returned other values in backward than in forward")
     raise RuntimeError(
         f"activation_budget: in each of {_MOST_RUNS} runs of the step, another kind of operation returned other values "
         "when backward recomputed it. Parameters, buffers and inputs must not change between forward and backward"
@@ -365,13 +370,6 @@ class _Tape:
     recorded: Pass
     uses: list[_OrderedUse]
     begin: int
-
-
-def _take_tapes(recorder: _C.ActivationRecorder) -> list[_Tape]:
-    return [
-        _Tape(_pass_of(plain), [_OrderedUse(*use) for use in plain["uses"]], plain["begin"])
-        for plain in recorder.take_tapes()
-    ]
 
 
 def _pass_of(plain: dict[str, Any]) -> Pass:

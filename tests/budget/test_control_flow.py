@@ -54,7 +54,8 @@ def test_gradients_have_the_same_bits(inner: "Callable[[Tensor], Tensor] | str")
     def step() -> None:
         model(x).backward()
 
-    plan = drivetrain.activation_budget(model, step, "70%")
+    # What torch traces of a scan in the first step decides how much of it can be recomputed.
+    plan = drivetrain.activation_budget(model, step, "97%" if inner is scans else "70%")
     planned = gradients(model, step)
     assert plan.measured_bytes <= plan.budget_bytes
     plan.remove()

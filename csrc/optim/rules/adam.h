@@ -25,24 +25,21 @@ struct AdamRule {
   static constexpr bool kSquared[kMaxStates] = {false, true, true};
   T beta2, one_minus_beta1, one_minus_beta2;
   T sign;       // -1 to maximize, else 1
-  T decay;      // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
-  T l2;         // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
+  T decay, l2;  // see decay_of() and l2_of()
   T step_size;  // lr / bias_correction1 * sqrt(bias_correction2)
   T eps;        // eps * sqrt(bias_correction2)
 
   // `step` counts from 1.
   static DT_HOST_DEVICE AdamRule make(const Hypers& hyper, double step) {
-    const double lr = hyper.lr, weight_decay = hyper.weight_decay;
-    const bool decoupled = hyper.decoupled_weight_decay != 0;
     AdamRule rule;
     rule.beta2 = hyper.beta2;
     rule.one_minus_beta1 = 1 - hyper.beta1;
     rule.one_minus_beta2 = 1 - hyper.beta2;
     rule.sign = hyper.maximize != 0 ? -1 : 1;
-    rule.decay = decoupled ? 1 - lr * weight_decay : 1;
-    rule.l2 = decoupled ? 0 : weight_decay;
+    rule.decay = decay_of(hyper);
+    rule.l2 = l2_of(hyper);
     const double bias_correction2_sqrt = sqrt(1 - power(hyper.beta2, step));
-    rule.step_size = lr / (1 - power(hyper.beta1, step)) * bias_correction2_sqrt;
+    rule.step_size = hyper.lr / (1 - power(hyper.beta1, step)) * bias_correction2_sqrt;
     rule.eps = hyper.eps * bias_correction2_sqrt;
     return rule;
   }
@@ -114,9 +111,8 @@ struct Nadam {
   static constexpr int kNumStates = 2;
   static constexpr bool kSquared[kMaxStates] = {false, true};
   T beta2, one_minus_beta1, one_minus_beta2, sign;
-  T decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
-  T l2;     // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
-  T eps;    // eps * sqrt(bias_correction2)
+  T decay, l2;  // see decay_of() and l2_of()
+  T eps;        // eps * sqrt(bias_correction2)
   T grad_step, exp_avg_step;
 
   // Returns a step's momentum, which approaches beta1.
@@ -132,14 +128,13 @@ struct Nadam {
   }
 
   static DT_HOST_DEVICE Nadam make(const Hypers& hyper, double step, Scalars scalars) {
-    const bool decoupled = hyper.decoupled_weight_decay != 0;
     Nadam rule;
     rule.beta2 = hyper.beta2;
     rule.one_minus_beta1 = 1 - hyper.beta1;
     rule.one_minus_beta2 = 1 - hyper.beta2;
     rule.sign = hyper.maximize != 0 ? -1 : 1;
-    rule.decay = decoupled ? 1 - hyper.lr * hyper.weight_decay : 1;
-    rule.l2 = decoupled ? 0 : hyper.weight_decay;
+    rule.decay = decay_of(hyper);
+    rule.l2 = l2_of(hyper);
     const double bias_correction2_sqrt = sqrt(1 - power(hyper.beta2, step));
     rule.eps = hyper.eps * bias_correction2_sqrt;
     advance(hyper, step, scalars);
@@ -171,20 +166,18 @@ struct Radam {
   static constexpr int kNumStates = 2;
   static constexpr bool kSquared[kMaxStates] = {false, true};
   T beta2, one_minus_beta1, one_minus_beta2, sign;
-  T decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
-  T l2;     // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
+  T decay, l2;  // see decay_of() and l2_of()
   T eps, is_rectified;
   T step_size;  // lr / bias_correction1, times the rectification and sqrt(bias_correction2) if rectified
 
   static DT_HOST_DEVICE Radam make(const Hypers& hyper, double step) {
-    const bool decoupled = hyper.decoupled_weight_decay != 0;
     Radam rule;
     rule.beta2 = hyper.beta2;
     rule.one_minus_beta1 = 1 - hyper.beta1;
     rule.one_minus_beta2 = 1 - hyper.beta2;
     rule.sign = hyper.maximize != 0 ? -1 : 1;
-    rule.decay = decoupled ? 1 - hyper.lr * hyper.weight_decay : 1;
-    rule.l2 = decoupled ? 0 : hyper.weight_decay;
+    rule.decay = decay_of(hyper);
+    rule.l2 = l2_of(hyper);
     rule.eps = hyper.eps;
     const double beta2_power = power(hyper.beta2, step), bias_correction2 = 1 - beta2_power;
     // Lengths of the simple moving average: the maximum, and the approximation at this step.

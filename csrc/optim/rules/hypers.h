@@ -65,6 +65,17 @@ struct Hypers {
 #undef DT_FIELD
 };
 
+DT_BEGIN_ISA
+
+// Return what multiplies parameters before a step, and what is added to the gradient per unit of the parameter. Weight
+// decay is either decoupled from the gradient or a part of it.
+DT_HOST_DEVICE double decay_of(const Hypers& hyper) {
+  return hyper.decoupled_weight_decay != 0 ? 1 - hyper.lr * hyper.weight_decay : 1;
+}
+DT_HOST_DEVICE double l2_of(const Hypers& hyper) { return hyper.decoupled_weight_decay != 0 ? 0 : hyper.weight_decay; }
+
+DT_END_ISA
+
 constexpr int kMaxScalars = 2;
 
 // A parameter's numbers that some rules keep between steps besides the step counter. As in torch's classes, they are

@@ -52,13 +52,11 @@ struct Adopt {
   static constexpr int kNumStates = 2;
   static constexpr bool kSquared[kMaxStates] = {false, true};
   T lr, one_minus_beta1, beta2, one_minus_beta2, eps, sign;
-  T decay;  // multiplies parameters first: 1 - lr * weight_decay if decoupled, else 1
-  T l2;     // times the parameter, added to the gradient: weight_decay if not decoupled, else 0
-  T clip;   // largest magnitude of a normalized gradient
+  T decay, l2;  // see decay_of() and l2_of()
+  T clip;       // largest magnitude of a normalized gradient
   T is_first;
 
   static DT_HOST_DEVICE Adopt make(const Hypers& hyper, double step) {
-    const bool decoupled = hyper.decoupled_weight_decay != 0;
     Adopt rule;
     rule.lr = hyper.lr;
     rule.one_minus_beta1 = 1 - hyper.beta1;
@@ -66,8 +64,8 @@ struct Adopt {
     rule.one_minus_beta2 = 1 - hyper.beta2;
     rule.eps = hyper.eps;
     rule.sign = hyper.maximize != 0 ? -1 : 1;
-    rule.decay = decoupled ? 1 - hyper.lr * hyper.weight_decay : 1;
-    rule.l2 = decoupled ? 0 : hyper.weight_decay;
+    rule.decay = decay_of(hyper);
+    rule.l2 = l2_of(hyper);
     rule.is_first = step <= 1;
     // The fourth root of the number of steps done.
     rule.clip = hyper.clips != 0 ? sqrt(sqrt(fmax(1.0, step - 1))) : INFINITY;

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import _C
-from drivetrain.budget.plan import RECOMPUTE, SAVE, ChosenPolicy, PlannedOp
-from drivetrain.budget.trace import Recording, Trace, profile
+from drivetrain.budget.plan import ChosenPolicy, PlannedOp
+from drivetrain.budget.trace import RECOMPUTE, SAVE, Recording, Trace, profile
 
 
 def any_choice(trace: Trace, share: float, choose: random.Random) -> _C.ActivationRecorder:

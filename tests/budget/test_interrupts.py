@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import drivetrain
 from drivetrain import _C
 from drivetrain.budget import progress
-from drivetrain.budget.plan import RECOMPUTE, PlannedOp
-from drivetrain.budget.trace import Recording, profile
+from drivetrain.budget.plan import PlannedOp
+from drivetrain.budget.trace import RECOMPUTE, Recording, profile
 from effort import rounds
 
 Step = Callable[[], object]

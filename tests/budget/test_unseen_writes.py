@@ -10,8 +10,8 @@ from torch.utils.checkpoint import CheckpointError
 
 import drivetrain
 from drivetrain import _C
-from drivetrain.budget.plan import RECOMPUTE, PlannedOp
-from drivetrain.budget.trace import Recording, profile
+from drivetrain.budget.plan import PlannedOp
+from drivetrain.budget.trace import RECOMPUTE, Recording, profile
 
 NUM_CHECKED_FIRST, CHECKED_EVERY = 8, 31
 

@@ -41,6 +41,11 @@ uint64_t kind_of(const RecordedOp& op) {
   return kind;
 }
 
+// Returns whether a result is a workspace, which is never fully written.
+bool is_workspace(const RecordedOp& op, const at::Tensor& result) {
+  return op.traits->has_workspace && result.scalar_type() == at::kByte;
+}
+
 }  // namespace
 
 Profile::Profile(Tape& tape, ValueStore& store, Replay& replay, const ReadChecks& checks,
@@ -69,11 +74,7 @@ void Profile::fill_with_garbage(const at::Tensor& tensor) {
 
 bool Profile::repeats(RecordedOp& op, int32_t index, const std::vector<at::Tensor>& made, const Memory& memory) {
   op.kind = kind_of(op);
-  if (unrepeatable_->count(op.kind) != 0) return false;
-  if (std::any_of(op.refs.begin(), op.refs.end(),
-                  [](const TensorRef& ref) { return ref.value < 0 && (is_freed(ref) || is_written(ref)); })) {
-    return false;
-  }
+  if (unrepeatable_->count(op.kind) != 0 || op.has_changed_inputs()) return false;
   const recompute::RandomStates states = recompute::RandomStates::now();
   const recompute::RandomStatesGuard random_states(&states);
   std::optional<DeviceTimer> timer;
@@ -92,7 +93,7 @@ bool Profile::repeats(RecordedOp& op, int32_t index, const std::vector<at::Tenso
   for (size_t k = 0; k < op.writes.size(); ++k) {
     const Value& value = tape_.values[op.writes[k].value];
     if (value.is_uninitialized || value.has_independent_versions) continue;
-    if (op.traits->has_workspace && results[k].scalar_type() == at::kByte) continue;  // never fully written
+    if (is_workspace(op, results[k])) continue;
     if (!have_equal_storages(results[k], made[k])) return false;
   }
   return true;
@@ -120,7 +121,7 @@ void Profile::note_replay(int32_t index, DeviceTimer timer, const std::vector<at
     const int32_t value = op.writes[k].value;
     if (op.traits->returns_garbage) fill_with_garbage(results[k]);
     if (!tape_.values[value].hash || store_.has(value)) continue;
-    if (op.traits->has_workspace && results[k].scalar_type() == at::kByte) continue;  // never fully written
+    if (is_workspace(op, results[k])) continue;
     if (*tape_.values[value].hash == hash_of_storage(results[k])) continue;
     has_failed_ = true;
     unrepeatable_->insert(op.kind);
@@ -129,10 +130,7 @@ void Profile::note_replay(int32_t index, DeviceTimer timer, const std::vector<at
 
 void Profile::note_changed_inputs() {
   for (const RecordedOp& op : tape_.ops) {
-    if (std::none_of(op.refs.begin(), op.refs.end(),
-                     [](const TensorRef& ref) { return ref.value < 0 && (is_freed(ref) || is_written(ref)); })) {
-      continue;
-    }
+    if (!op.has_changed_inputs()) continue;
     has_failed_ = true;
     unrepeatable_->insert(op.kind);
   }

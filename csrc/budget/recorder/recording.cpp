@@ -141,9 +141,7 @@ void Recording::hold_for_profile(int32_t value, const at::Tensor& tensor) {
 void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits, c10::DispatchKeySet keys,
                        torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
-  written_.clear();
-  anchors_.clear();
-  memory_.clear();
+  forget_running_op();  // one that failed leaves entries
   saving_op_ = static_cast<int32_t>(tape_.ops.size());
   if (profile_ != nullptr) profile_->parts().begin_op(saving_op_);
   arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
@@ -175,9 +173,14 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   const bool can_recompute = may_be_replayed && op.can_replay();
   record_results(std::move(op), can_recompute, stack);
   resolve_saved();
+  forget_running_op();
+}
+
+void Recording::forget_running_op() {
   written_.clear();
   anchors_.clear();
   memory_.clear();
+  unresolved_.clear();
 }
 
 void Recording::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
@@ -192,7 +195,7 @@ void Recording::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
   try {
     op.redispatchBoxed(keys & kBelowRecorder, stack);
   } catch (...) {
-    unresolved_.clear();
+    forget_running_op();
     throw;
   }
 }
@@ -392,10 +395,7 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
 }
 
 void Recording::finish() {
-  written_.clear();  // an operation that failed leaves entries
-  anchors_.clear();
-  memory_.clear();
-  unresolved_.clear();
+  forget_running_op();
   // The recorder saw every write to memory that is still being copied to the host. After this call other code, for
   // instance the owner of a result of the model, may write there unseen.
   for (const auto& [_, known] : known_) {

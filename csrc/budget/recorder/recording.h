@@ -80,6 +80,7 @@ class Recording {
   void note_reads_in_profile(const RecordedOp& op);
   void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack, bool is_view);
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool is_unhooked);
+  void forget_running_op();
   void record_results(RecordedOp op, bool can_recompute, torch::jit::Stack* stack);
   std::vector<at::Tensor> add_results(RecordedOp& op, bool can_recompute, const torch::jit::Stack& stack);
   void mark_replayable(const RecordedOp& op, bool can_recompute);

@@ -37,6 +37,11 @@ bool RecordedOp::can_replay() const {
   return std::none_of(args.begin(), args.end(), [](const c10::IValue& arg) { return arg.isGenerator(); });
 }
 
+bool RecordedOp::has_changed_inputs() const {
+  return std::any_of(refs.begin(), refs.end(),
+                     [](const TensorRef& ref) { return ref.value < 0 && (is_freed(ref) || is_written(ref)); });
+}
+
 void RecordedOp::forget_arguments() {
   args.clear();
   refs.clear();

@@ -119,6 +119,8 @@ struct RecordedOp {
 
   // Returns whether calling it again with the recorded arguments has the effect of the first call and no other.
   bool can_replay() const;
+  // Returns whether a tensor that existed before the pass, and that it read, was written or freed since.
+  bool has_changed_inputs() const;
   // Forgets the arguments, because it will not be called again.
   void forget_arguments();
 

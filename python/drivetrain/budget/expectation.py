@@ -7,9 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .. import _C
-from .trace import Trace
-
-_RECOMPUTE = -1  # in a policy
+from .trace import RECOMPUTE, Trace
 
 
 def allocated_peak(model: nn.Module, trace: Trace, policy: list[int]) -> int:
@@ -77,6 +75,6 @@ def per_block(trace: Trace) -> PerBlock | None:
         leaves = {read for op in one.ops for read in op.reads if block_of(op.module) != inside.get(read)}
         for write, number in inside.items():
             if number is not None and write not in leaves and one.values[write].can_recompute:
-                policy[begin + write] = _RECOMPUTE
+                policy[begin + write] = RECOMPUTE
     outcome = _C.activation_simulate(*trace.for_solver(), policy)
     return PerBlock(chosen, outcome["peak_bytes"], outcome["seconds"])

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 from .. import _C
 from .copies import Copies, StepClock, copies_of
 from .host_link import HostLink
-from .trace import STORAGE_FORMATS, Trace, TracedValue
+from .trace import RECOMPUTE, SAVE, STORAGE_FORMATS, Trace, TracedValue
 
-RECOMPUTE = -1
-SAVE = 0
 _NO_COPIES = float("inf")
 _PRICES = (0.02, 2.0)  # the bounds of the bisection for the price of copies
 _BISECTIONS = 4

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..notebook import html_table
 from .expectation import allocated_peak, per_block
-from .plan import RECOMPUTE, SAVE, ChosenPolicy
-from .trace import STORAGE_FORMATS, Trace
+from .plan import ChosenPolicy
+from .trace import RECOMPUTE, SAVE, STORAGE_FORMATS, Trace
 
 if TYPE_CHECKING:
     from .budget import ActivationPlan

@@ -38,6 +38,8 @@ def _does_not_train(has_no_pass: bool) -> str:
     return _DOES_NOT_TRAIN + (_INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else "")
 
 
+# A policy has one of these per value, or 1 + the index of a storage format.
+RECOMPUTE, SAVE = -1, 0
 # The storage formats of values besides the unchanged one: their names for users, and their numbers in the recorder.
 STORAGE_FORMATS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
 _MOST_RUNS = 16  # of a profiled step
@@ -159,7 +161,7 @@ class Trace:
     @property
     def keeping_everything(self) -> list[int]:
         """The policy that keeps all values that can be kept."""
-        return [0 if value.can_keep else -1 for one in self.passes for value in one.values]
+        return [SAVE if value.can_keep else RECOMPUTE for one in self.passes for value in one.values]
 
     def has_storage_format(self, storage_format: int) -> bool:
         """Returns whether any value was measured in that format."""

@@ -104,18 +104,22 @@ def test_a_signal_to_a_job_with_workers_saves_the_last_step(
 
 def test_a_forked_process_has_the_handlers_of_before() -> None:
     """A script that ends its own process with terminate() and joins it must not wait forever."""
-    notices = Notices([signal.SIGTERM], None, None)
-    notices.open()
+    before = signal.getsignal(signal.SIGTERM)
+    outer, inner = (Notices([signal.SIGTERM], None, None) for _ in range(2))
+    outer.open()
+    inner.open()
     context = multiprocessing.get_context("fork")
-    runs = context.Event()
-    process = context.Process(target=lambda: (runs.set(), time.sleep(WAIT_S)), daemon=True)
+    found = context.Queue()
+    process = context.Process(target=lambda: (found.put(signal.getsignal(signal.SIGTERM)), time.sleep(WAIT_S)))
     process.start()
-    assert runs.wait(WAIT_S)  # Python loses signals that come within the fork
+    assert found.get(timeout=WAIT_S) == before == signal.SIG_DFL
     process.terminate()
     process.join(WAIT_S / 2)
     assert process.exitcode == -signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == notices._on_signal
-    notices.close()
+    assert signal.getsignal(signal.SIGTERM) == inner._on_signal
+    inner.close()
+    outer.close()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 class Stuck(torch.utils.data.Dataset[int]):

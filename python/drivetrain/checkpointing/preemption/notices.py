@@ -63,9 +63,8 @@ class Notices:
     def close(self) -> None:
         """Restores the original signal handlers and ends polling."""
         self._shield.close()
+        self._restore_handlers()
         for number, original in self._originals.items():
-            if signal.getsignal(number) == self._on_signal:  # otherwise the script has replaced it since
-                signal.signal(number, signal.SIG_DFL if original is None else original)
             for later in _handling:
                 if later._originals.get(number) == self._on_signal:
                     later._originals[number] = original
@@ -75,6 +74,11 @@ class Notices:
         if self._poller is not None:
             self._poller.close()
             self._poller = None
+
+    def _restore_handlers(self) -> None:
+        for number, original in self._originals.items():
+            if signal.getsignal(number) == self._on_signal:  # otherwise the script has replaced it since
+                signal.signal(number, signal.SIG_DFL if original is None else original)
 
     def check(self) -> str | None:
         """Returns the reason to leave, or None. Looks for the file once per second."""
@@ -91,7 +95,7 @@ class Notices:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         first = self._noticed_at.setdefault(number, now)
-        # A process that the script forks ends as it would without drivetrain: its parent may wait for that.
+        # In a process that the script forks, only a handler of the script's own can have called this one.
         if os.getpid() == self._pid and (first == now or now - first < _SAME_NOTICE_SECONDS):
             for one in _handling:  # Only the newest handler is called, and the notice is for all.
                 if number in one._originals:
@@ -113,3 +117,15 @@ def say_how_to_continue(reason: str | None, steps: int, directory: Path) -> None
         f"drivetrain ends this process on a notice: {reason}. {saved}. {start} the script again to continue.\n"
     )
     sys.stderr.flush()
+
+
+def _restore_in_child() -> None:
+    """Lets a process that the script forks end as it would without drivetrain: its parent may wait for that.
+
+    A handler in Python cannot do this: it does not run if the signal comes just before a system call that waits.
+    """
+    for one in reversed(_handling):
+        one._restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -219,3 +219,22 @@ def test_planning_leaves_nothing_behind(has_grads: bool) -> None:
     plan = drivetrain.activation_budget(model, step, "60%")
     assert state() == before
     plan.remove()
+
+
+def test_a_first_step_that_keeps_more_does_not_decide() -> None:
+    class WarmsUp(Chain):
+        is_warm = False
+
+        def forward(self, x: Tensor, mask: Tensor, kinds: Sequence[str]) -> Tensor:
+            loss = super().forward(x, mask, kinds)
+            if not self.is_warm:
+                self.is_warm = True
+                loss = loss + self.embed(x).repeat(1, 1000).square().mean()
+            return loss
+
+    torch.manual_seed(0)
+    model = WarmsUp(8)
+    step = step_of(model, torch.randn(64, 32), torch.ones(64), ["planned"] * 8)
+    plan = drivetrain.activation_budget(model, step, "50%")
+    assert plan.unplanned_bytes < 64 * 32 * 1000  # without the tensor of the first step
+    plan.remove()

@@ -170,9 +170,17 @@ class Net(nn.Module):
         return result
 
 
-def _net(mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+class Deep(Net):
+    """A model whose peak a plan can halve. That of Net is one tensor, which backward needs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(48, 48), nn.ReLU())))
+
+
+def _net(mesh: DeviceMesh | None = None, kind: type[nn.Module] = Net, **options: Any) -> nn.Module:
     torch.manual_seed(3)
-    net = Net()
+    net = kind()
     if mesh is not None:
         fully_shard(net.first, mesh=mesh, **options)
         fully_shard(net, mesh=mesh, **options)
@@ -636,16 +644,16 @@ def test_activation_budget_works_without_resharding_and_refuses_it() -> None:
         net.zero_grad()
         net(inputs).square().sum().backward()
 
-    resharded = _net(mesh)
+    resharded = _net(mesh, Deep)
     with pytest.raises(NotImplementedError, match=r"module 'first' .*reshard_after_forward=False"):
         drivetrain.activation_budget(resharded, lambda: step(resharded), "60%")
     step(resharded)
     with pytest.raises(NotImplementedError, match=r"module 'first' .*reshard_after_forward=False"):
         drivetrain.activation_budget(resharded, lambda: step(resharded), "60%")
-    told = _net(mesh, reshard_after_forward=True)
+    told = _net(mesh, Deep, reshard_after_forward=True)
     with pytest.raises(NotImplementedError, match=r"the model .*reshard_after_forward=False"):
         drivetrain.activation_budget(told, lambda: step(told), "60%")
-    kept = _net(mesh, reshard_after_forward=False)
+    kept = _net(mesh, Deep, reshard_after_forward=False)
     plan = drivetrain.activation_budget(kept, lambda: step(kept), "60%")
     for net in (kept, resharded):
         step(net)

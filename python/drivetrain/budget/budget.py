@@ -175,7 +175,13 @@ def _planned(
             trace = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, storage_formats, pool))
             made = ActivationPlan(model, trace, peak, regions, pool)
             progress.tell("chooses which tensors to save")
-            made._choose(num_bytes)
+            try:
+                made._choose(num_bytes)
+            except ValueError:
+                if is_last:
+                    raise
+                made.remove()
+                continue  # the first step of a model may keep more than later ones
         made._install()
         try:
             made._measure(step_fn)

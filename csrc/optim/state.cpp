@@ -1,6 +1,4 @@
 // Registers the layout and the conversion of states and parameters with Python.
-#include "optim/optim.h"
-
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -13,6 +11,7 @@
 
 #include "base/check.h"
 #include "formats/conversions.h"
+#include "optim/optim.h"
 #include "optim/precision.h"
 #include "optim/step_reader.h"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drivetrain.bench.measure import Row, interleaved, keep_freed_memory, ratio_of_medians
 from drivetrain.budget import ActivationPlan, activation_budget
 
-from . import activation_batches, activation_regions, activation_rivals
+from . import activation_batches, activation_paths, activation_regions, activation_rivals
 from .activation_memory import allocated, peak_of_alive
 from .activation_models import GPT, VOCABULARY, ModelCase, cases, children_of, num_cases
 
@@ -110,10 +110,10 @@ def run(rounds: int) -> list[Row]:
                 progress.advance(task)
         recording = _recording_row(10 * rounds)
         has_transformers = importlib.util.find_spec("transformers") is not None
-        batches = list(activation_batches.rows()) if has_transformers else []
+        others = [*(activation_batches.rows() if has_transformers else []), *activation_paths.rows()]
     finally:
         torch.set_num_threads(before)
-    return [*_common_rows(findings), *rows, recording, *batches, *activation_regions.run(rounds)]
+    return [*_common_rows(findings), *rows, recording, *others, *activation_regions.run(rounds)]
 
 
 def _budget_rows(case: ModelCase, rounds: int, findings: Findings) -> list[Row]:

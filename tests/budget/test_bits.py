@@ -164,6 +164,7 @@ def test_every_kind_of_backward(way: str) -> None:
         assert torch.equal(one, other)
 
 
+@ABOVE
 def test_a_step_on_another_path_is_right() -> None:
     torch.manual_seed(0)
 

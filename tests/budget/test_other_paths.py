@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import drivetrain
 from drivetrain import _C
 from drivetrain.budget import ActivationPlan
 from drivetrain.budget.trace import Recording
+from suite import activation_paths
 
 TOLERANCE = 1.05
 
@@ -111,37 +113,12 @@ def test_drawn_paths_keep_most_of_the_budget(seed: int) -> None:
         again.remove()
 
 
-class TwoWays(nn.Module):
-    """Its second way has no operation of the first."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.first = nn.ModuleList(Residual(32) for _ in range(blocks))
-        self.second = nn.ParameterList(torch.randn(32) for _ in range(12 * blocks))
-
-    def forward(self, x: Tensor, is_second: bool) -> Tensor:
-        for part in self.second if is_second else self.first:
-            x = (x - part).sigmoid().sin() / 2 if is_second else part(x, "planned")
-        return x.square().mean()
-
-
-def test_a_path_without_any_planned_operation_warns_and_is_right() -> None:
-    torch.manual_seed(0)
-    model, x = TwoWays(8), torch.randn(64, 32)
-    other = step_of(model, x, True)
-    expected = gradients(model, other)
-    plan = drivetrain.activation_budget(model, step_of(model, x, False), "40%")
-    plan.reset_peak()
-
-    def twice() -> None:  # the second step warns at the latest, after the backward that kept more
-        other()
-        other()
-
-    with pytest.warns(RuntimeWarning, match="another path than the planned step: operation 1 is aten::sub, the plan"):
-        twice()
-    assert_same_bits(gradients(model, other), expected)
-    assert plan.live_bytes == 0
-    plan.remove()
+@pytest.mark.parametrize("case", activation_paths.cases(), ids=attrgetter("name"))
+def test_other_paths_keep_the_budget(case: activation_paths.Case) -> None:
+    # A tensor of these models is up to a twelfth of the budget, so one or two more make the difference.
+    tolerance = 1.3 if "convolutions" in case.name else 1.15 if "trees" in case.name else 1.07
+    budget, kept = activation_paths.kept_of(case)  # compares gradients with gradients without a budget
+    assert kept <= tolerance * budget
 
 
 def test_the_first_step_above_the_budget_warns_once() -> None:

@@ -1,4 +1,4 @@
-// Declares Parts, which chooses the values that a profiled pass holds, so that backward replays a part of it at a time.
+// Declares Parts, which chooses the values that a pass without a plan holds, so that backward replays a part at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,13 +13,15 @@
 
 namespace drivetrain::budget {
 
-// Replays in backward must not begin at the inputs of the pass. So the pass is cut into parts of equal bytes. Values
-// that a later part reads are held, like the input of a block under torch.utils.checkpoint. A value that few operations
-// replay from held ones is not held itself. If the held values exceed twice the bytes of a part, every two parts become
-// one. So the memory of a profile grows with the square root of what a step saves.
+// A profiled pass has no plan, and another pass may have left its plan. Replays in backward must not begin at the
+// inputs of the pass, so it is cut into parts of equal bytes. Values that a later part reads are held, like the input
+// of a block under torch.utils.checkpoint. A value that few operations replay from held ones is not held itself. If the
+// held values exceed twice the bytes of a part, every two parts become one. So the memory of the pass grows with the
+// square root of what a step saves.
 class Parts {
  public:
-  Parts(const Tape& tape, ValueStore& store) : tape_(tape), store_(store) {}
+  Parts(const Tape& tape, ValueStore& store, int64_t part_bytes)
+      : tape_(tape), store_(store), part_bytes_(part_bytes) {}
 
   // Begins the operation of this index, and a part if the last one is complete.
   void begin_op(int32_t op);
@@ -43,7 +45,7 @@ class Parts {
   std::vector<int32_t> begins_;                   // the first operations of the parts after the first
   std::unordered_map<int32_t, size_t> held_for_;  // per held value: the last part that reads it
   std::unordered_set<int32_t> saved_;             // the values that autograd has saved in the last part
-  int64_t part_bytes_ = 1 << 16;
+  int64_t part_bytes_;
   int64_t saved_bytes_ = 0;
   int64_t held_bytes_ = 0;
 };

@@ -13,6 +13,7 @@
 namespace drivetrain::budget {
 namespace {
 
+constexpr int64_t kFirstPart = 1 << 16;        // bytes
 constexpr int64_t kSmallestOffload = 1 << 16;  // the start of a copy dominates the time of smaller ones
 
 // Hashes an argument without tensors. Types other than numbers, strings and lists of them contribute only their kind.
@@ -57,7 +58,7 @@ Profile::Profile(Tape& tape, ValueStore& store, Replay& replay, const ReadChecks
       tracker_(std::move(tracker)),
       unrepeatable_(std::move(unrepeatable)),
       begin_(tracker_->num_uses()),
-      parts_(tape, store) {
+      parts_(tape, store, kFirstPart) {
   replay.set_observer([this](int32_t op, DeviceTimer timer, const std::vector<at::Tensor>& results) {
     note_replay(op, std::move(timer), results);
   });

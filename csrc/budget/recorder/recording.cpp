@@ -14,6 +14,10 @@
 namespace drivetrain::budget {
 namespace {
 
+// A pass that has left its plan is cut into parts of this share of the budget. Larger parts leave less of it for what
+// the plan stores, and smaller ones have more inputs to hold.
+constexpr int64_t kPartsOfBudget = 8;
+
 // Returns whether the tensor was computed and is not a view of a parameter.
 bool is_computed(const at::Tensor& tensor) { return (tensor.is_view() ? tensor._base() : tensor).grad_fn() != nullptr; }
 
@@ -144,11 +148,12 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   forget_running_op();  // one that failed leaves entries
   saving_op_ = static_cast<int32_t>(tape_.ops.size());
   if (profile_ != nullptr) profile_->parts().begin_op(saving_op_);
+  if (detour_) detour_->begin_op(saving_op_);
   arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
   RecordedOp op(handle, traits, keys, module_);
   if (!traits.is_view) op.planned = cursor_.find(traits.name);
   const PlannedOp* planned = op.planned < 0 ? nullptr : &tape_.plan->ops[op.planned];
-  const bool may_be_replayed = !traits.is_view && (planned == nullptr || planned->is_replayed);
+  const bool may_be_replayed = !traits.is_view && (planned == nullptr || planned->is_replayed || detour_);
   if (may_be_replayed || traits.changes_arguments()) {
     record_arguments(op, *stack, may_be_replayed);
     if (checks_ != nullptr && may_be_replayed && tape_.plan) checks_->note_checksums(op, *stack);
@@ -163,7 +168,8 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   }
   op.arguments = arguments_;
   // Hooks that were pushed inside of this pass must be called.
-  const bool is_unhooked = planned != nullptr && planned->unhooked_arguments == arguments_ && num_hooks() == num_hooks_;
+  const bool is_unhooked =
+      planned != nullptr && planned->unhooked_arguments == arguments_ && num_hooks() == num_hooks_ && !detour_;
   run(handle, keys, stack, is_unhooked);
   for (const at::Tensor& tensor : communicated) {
     const int32_t value = is_plain(tensor) ? value_of(tensor, false) : -1;
@@ -214,7 +220,13 @@ void Recording::record_results(RecordedOp op, bool can_recompute, torch::jit::St
     for (const OpResult& result : op.writes) tape_.values[result.value].can_recompute = false;
   }
   if (profile_ == nullptr || can_recompute) {
-    for (const auto& [value, tensor] : anchors_) store_.hold(value, tensor);
+    for (const auto& [value, tensor] : anchors_) {
+      if (detour_ && detour_->is_of_earlier_part(tape_.values[value]) && tape_.values[value].is_replayable) {
+        detour_->note_read(value, tensor);
+      } else {
+        store_.hold(value, tensor);
+      }
+    }
   }
   if (profile_ != nullptr && can_recompute) note_reads_in_profile(op);
   mark_replayable(op, can_recompute);
@@ -291,11 +303,13 @@ void Recording::apply_plan(int32_t index) {
   if (!tape_.plan) return;
   RecordedOp& op = tape_.ops[index];
   const std::vector<PlannedOp>& plan = tape_.plan->ops;
+  const bool was_on_plan = !detour_;
   if (op.planned >= 0 && plan[op.planned].formats.size() != op.writes.size()) op.planned = -1;
   if (divergence_.empty() && op.planned != cursor_.next()) {
     const bool has_ended = static_cast<size_t>(cursor_.next()) >= plan.size();
     divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan ",
                        has_ended ? "ends before it" : "has " + plan[cursor_.next()].name);
+    detour_.emplace(tape_, store_, store_.formats().budget_bytes / kPartsOfBudget);
   }
   cursor_.advance(op.planned, op.traits->name);
   if (op.planned < 0) {
@@ -307,8 +321,11 @@ void Recording::apply_plan(int32_t index) {
   tape_.op_of_planned[op.planned] = index;
   for (size_t i = 0; i < op.writes.size(); ++i) {
     Value& value = tape_.values[op.writes[i].value];
-    value.format = planned.formats[i];
-    value.is_unhooked = planned.unhooked[i];
+    const int8_t format = planned.formats[i];
+    // A loop that repeats more often would otherwise store more each time.
+    const bool lacks_room = format >= kUnchanged && format != kOnHost && value.is_replayable && !has_room_for(value);
+    value.format = lacks_room ? kUnplanned : format;
+    value.is_unhooked = planned.unhooked[i] && was_on_plan;
     value.number = planned.numbers[i];
     next_number_ = value.number + 1;
     if (i < planned.prefetches.size()) value.prefetches = &planned.prefetches[i];
@@ -322,21 +339,23 @@ void Recording::apply_plan(int32_t index) {
 bool Recording::needs_anchor(int32_t index) const {
   constexpr int32_t kLater = 4;  // operations
   const Value& value = tape_.values[index];
-  if (divergence_.empty() || value.has_independent_versions || value.is_uninitialized || store_.has(index))
-    return false;
+  if (!detour_ || value.has_independent_versions || value.is_uninitialized || store_.has(index)) return false;
   const bool is_read_again =
       value.number < -1 && value.is_read && static_cast<int32_t>(tape_.ops.size()) - value.op > kLater;
-  return !value.is_replayable || is_read_again;
+  return !value.is_replayable || (is_read_again && has_room_for(value)) || detour_->is_of_earlier_part(value);
 }
 
-// Returns whether a replayable value is stored because autograd saves it. A pass that has left its plan stores no more
-// than the plan does up to the same operation, and a little.
-bool Recording::is_stored_if_saved(const Value& value) const {
+// Returns whether a replayable value may be stored. A pass that has left its plan stores no more than the plan does up
+// to the same operation, and a little.
+bool Recording::has_room_for(const Value& value) const {
   constexpr int64_t kParts = 40;  // of the budget
-  if (value.format == kRecomputed) return false;
-  if (!tape_.plan || divergence_.empty()) return true;
-  const int64_t planned = cursor_.next() == 0 ? 0 : tape_.plan->ops[cursor_.next() - 1].kept_bytes;
-  return store_.bytes() + value.bytes <= planned + store_.formats().budget_bytes / kParts;
+  if (!detour_) return true;
+  const int64_t budget = store_.formats().budget_bytes;
+  int64_t most = cursor_.next() == 0 ? 0 : tape_.plan->ops[cursor_.next() - 1].kept_bytes;
+  most += budget / kParts;
+  const int64_t part = budget / kPartsOfBudget;
+  if (unplanned_bytes_ > part) most = std::min(most, budget - 3 * part);
+  return store_.bytes() + value.bytes <= most;
 }
 
 // ---- Saved tensors
@@ -387,9 +406,13 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
   ++value.num_saved;
   if (value.is_uninitialized) mark_unrecorded(saved.ref.value, tensor);
   if (value.is_replayable) {
-    const bool is_stored =
-        profile_ != nullptr ? profile_->stores_saved(saved.ref.value, tensor) : is_stored_if_saved(value);
-    if (!is_stored) return;
+    const bool is_stored = profile_ != nullptr ? profile_->stores_saved(saved.ref.value, tensor)
+                                               : value.format != kRecomputed && has_room_for(value);
+    if (!is_stored) {
+      if (detour_) detour_->note_save(saved.ref.value);
+      if (detour_ && value.format == kUnplanned) unplanned_bytes_ += value.bytes;
+      return;
+    }
   }
   store_.store(saved.ref.value, tensor);
 }

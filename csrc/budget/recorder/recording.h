@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "budget/recorder/memory_tracker.h"
+#include "budget/recorder/parts.h"
 #include "budget/recorder/plan_cursor.h"
 #include "budget/recorder/profile.h"
 #include "budget/recorder/read_checks.h"
@@ -70,7 +71,7 @@ class Recording {
   void hold_for_profile(int32_t value, const at::Tensor& tensor);
 
   bool needs_anchor(int32_t value) const;
-  bool is_stored_if_saved(const Value& value) const;
+  bool has_room_for(const Value& value) const;
   void record_arguments(RecordedOp& op, const torch::jit::Stack& stack, bool may_be_replayed);
   void record_ambient_state(RecordedOp& op, const torch::jit::Stack& stack);
   c10::IValue record_argument(RecordedOp& op, int32_t arg, const c10::IValue& argument, bool is_written,
@@ -97,7 +98,9 @@ class Recording {
   ska::flat_hash_map<const c10::StorageImpl*, KnownStorage> known_;
   PlanCursor cursor_;
   std::string divergence_;
-  int32_t next_number_ = 0;  // see Value::number
+  std::optional<Parts> detour_;  // of a pass that has left its plan
+  int64_t unplanned_bytes_ = 0;  // that are recomputed in it although no plan says so
+  int32_t next_number_ = 0;      // see Value::number
   int32_t module_ = -1;
   std::shared_ptr<const recompute::Autocast> autocast_;
   std::pair<c10::DispatchKeySet, c10::DispatchKeySet> autocast_keys_;  // the keys for which autocast_ was read

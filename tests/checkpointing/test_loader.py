@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import random
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -237,6 +239,19 @@ def test_workers_that_end_under_a_notice_start_again(make: Any, is_persistent: b
     whole = batches_of(0)
     for killed_at in (2, len(whole) // 2 + 1):
         assert batches_of(killed_at) == whole
+
+
+def test_a_resumed_loader_is_freed_at_once() -> None:
+    """Persistent workers of a loader that waits for garbage collection end 5 s late."""
+    loader = resumable(num_workers=1, persistent_workers=True)
+    _, state = follow(loader, position_of(loader), stop_at_end_of=0)
+    loader = resumable(num_workers=1, persistent_workers=True)
+    follow(loader, position_of(loader), state)
+    freed = weakref.ref(loader)
+    gc.disable()
+    del loader
+    gc.enable()
+    assert freed() is None
 
 
 def test_the_loader_is_given_back_as_it_was() -> None:

@@ -45,6 +45,7 @@ class Skipping:
         self._has_begun = True
         if self._before is not None:
             self._before()
+            self._before = None  # it refers to the loader, whose workers would then wait for garbage collection
         for _ in range(self._late):
             self._elements = iter(self._sampler)
         for _ in range(self._count):

@@ -155,8 +155,9 @@ def test_a_slow_figure_leaves_time_for_the_operations() -> None:
     assert now[0] == 2.0
 
 
-def test_recurrent_layers_of_onednn_are_calibrated(tmp_path: Path) -> None:
+def test_recurrent_layers_of_onednn_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their backward pass would crash on a made-up workspace."""
+    monkeypatch.setattr(calibration, "_figures", dict)
     model = nn.LSTM(8, 8)
     planned = drivetrain.plan(model, lambda: model(torch.ones(7, 4, 8))[0].sum().backward(), device="cpu")
     timed = planned.calibrated(600.0, tmp_path / "cache.json")

@@ -25,6 +25,7 @@ import time_to_quality  # noqa: E402
 from warm_python import warm_environ, warm_python  # noqa: E402
 
 STEPS = 3
+NEEDS = {"fine_tuning": "transformers", "diffusion": "matplotlib"}
 
 
 @pytest.fixture
@@ -49,28 +50,24 @@ def train(task: ModuleType, engine: str, out: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own Adagrad
 @pytest.mark.parametrize("name", compare_tasks.TASKS)
 def test_both_engines_train_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "fine_tuning":
-        pytest.importorskip(
-            "transformers", reason="transformers is not installed: pip install 'drivetrain[frameworks]'"
-        )
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     task = importlib.import_module(name)
+    if name == "fine_tuning":
+        monkeypatch.setattr(task, "PACKAGES", task.PACKAGES[:2])  # of which all held-out snippets are evaluated
+    picture = tmp_path / "digits.png"
+    more = [f"--picture={picture}"] if name == "diffusion" else []
     theirs = train(task, "torch", tmp_path / "torch.json", monkeypatch)
-    ours = train(task, "drivetrain", tmp_path / "drivetrain.json", monkeypatch)
+    ours = train(task, "drivetrain", tmp_path / "drivetrain.json", monkeypatch, *more)
     assert len(ours["losses"]) == STEPS
     assert min(ours["losses"]) > 0
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=compare_tasks.TOLERANCE)
     assert ours["results"] == pytest.approx(theirs["results"], abs=0.05)
     assert set(ours["results"]) == set(theirs["results"]) != set()
+    if name == "diffusion":
+        from matplotlib import image
 
-
-def test_diffusion_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'drivetrain[test]'")
-    task = importlib.import_module("diffusion")
-    picture = tmp_path / "digits.png"
-    train(task, "drivetrain", tmp_path / "metrics.json", monkeypatch, f"--picture={picture}")
-    from matplotlib import image
-
-    assert image.imread(picture).shape[:2] == (4 * task.SIZE, 8 * task.SIZE)
+        assert image.imread(picture).shape[:2] == (4 * task.SIZE, 8 * task.SIZE)
 
 
 def test_the_table_of_two_ranks(tmp_path: Path) -> None:
@@ -143,6 +140,8 @@ def test_a_seed_that_misses_the_target_fails_the_comparison(
 
 def test_both_scripts_take_the_options_of_their_goals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real scripts run, on one rank and with targets that are reached at once."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setenv("PYTHON_EXEC", warm_python())
     found = {}
     arguments = ["time_to_quality.py", "gpt", "--seeds=2", "--ranks=1", "--target=6", "--preset=tiny"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--device=cpu", f"--json={tmp_path / 'times.json'}"])

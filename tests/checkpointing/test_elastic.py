@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,9 @@ SAMPLES, EPOCHS, BATCH = 48, 2, 2
 class Agents:
     """Starts torchrun's agents on this host as if each were a node, and ends what is left of them."""
 
-    def __init__(
-        self,
-        folder: Path,
-        nodes: str,
-        *,
-        kills: Sequence[dict[str, int]] = (),
-        every: int | None = None,
-        hold: tuple[int, int] | None = None,
-        pause_s: float = 0.0,
-    ) -> None:
-        plan = {
-            "folder": str(folder),
-            "directory": str(folder / "runs"),
-            "kills": list(kills),
-            "every": every,
-            "hold": hold,
-            "pause_s": pause_s,
-        }
+    def __init__(self, folder: Path, nodes: str, **options: Any) -> None:
+        defaults = {"kills": [], "every": None, "hold": None, "pause_s": 0.0}
+        plan = defaults | options | {"folder": str(folder), "directory": str(folder / "runs")}
         self._plan = folder / "plan.json"
         self._plan.write_text(json.dumps(plan))
         self._folder, self._nodes, self._port = folder, nodes, free_port()

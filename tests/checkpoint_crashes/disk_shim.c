@@ -23,7 +23,7 @@ static pthread_mutex_t mutex = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static char folder[PATH_MAX];
 static char *open_paths[MOST_FILES];
 static FILE *trace;
-static long calls, kill_at = -1, fail_from = -1;
+static long calls, kill_at = -1, fail_from = -1, fail_base, failed = -1;
 static int kill_phase, fail_errno;
 static char fail_kinds[256];
 static unsigned write_delay_us;
@@ -53,9 +53,13 @@ EXPORTED void shim_fail(const char *kinds, long from, int code) {
   pthread_mutex_lock(&mutex);
   snprintf(fail_kinds, sizeof fail_kinds, " %s ", kinds);
   fail_from = from < 0 ? -1 : calls + from;
+  if (from >= 0) fail_base = calls, failed = -1;
   fail_errno = code;
   pthread_mutex_unlock(&mutex);
 }
+
+// Returns the number of the first call that has failed since the last `shim_fail`, as counted there, or -1.
+EXPORTED long shim_failed(void) { return failed; }
 
 EXPORTED void shim_delay_writes(unsigned microseconds) { write_delay_us = microseconds; }
 
@@ -89,6 +93,7 @@ static int enter(const char *kind) {
   const long number = calls++;
   if (number == kill_at && kill_phase == KILL_BEFORE) kill(getpid(), SIGKILL);
   if (fail_from >= 0 && number >= fail_from && strstr(fail_kinds, word)) {
+    if (failed < 0) failed = number - fail_base;
     errno = fail_errno;
     return -1;
   }

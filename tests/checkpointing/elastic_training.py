@@ -67,7 +67,7 @@ def main() -> None:
                 # Waits for ranks that join.
                 while plan["hold"] == [world_size, ckpt.steps] and not ckpt.preempted:
                     time.sleep(0.05)
-                time.sleep(plan["pause_s"])
+                time.sleep(0 if restart else plan["pause_s"])
     tell(end=ckpt.steps, weight=model.module.weight.flatten().tolist())
     dist.destroy_process_group()
 

@@ -39,7 +39,8 @@ class Agents:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", self._nodes]
         command += ["--nproc-per-node", str(nproc), "--max-restarts", "3", "--monitor-interval", "0.2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "elastic"]
-        command += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60", "--local-addr", "127.0.0.1"]
+        alive = "keep_alive_interval=1,keep_alive_max_attempt=6"  # by default a lost agent is missed after 15 s
+        command += ["--rdzv-conf", f"last_call_timeout=2,join_timeout=60,{alive}", "--local-addr", "127.0.0.1"]
         output = (self._folder / f"agent-{len(self._agents)}.log").open("wb")
         # torchrun gives restarted ranks the store of the ranks before, whose addresses gloo then takes for new ones.
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -124,7 +125,7 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path, victim: int, every: int 
 
 def test_a_host_leaves(tmp_path: Path) -> None:
     """The agent and the rank of a second host vanish, and the first one continues alone."""
-    with Agents(tmp_path, "1:3", pause_s=0.1) as agents:
+    with Agents(tmp_path, "1:2", pause_s=0.1) as agents:
         first, second = agents.start(), agents.start()
         agents.await_line("step", 5)
         if agents.serves_the_rendezvous(second):  # torchrun survives the loss of any other agent only

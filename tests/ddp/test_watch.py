@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.distributed_c10d import _get_default_store as store
 
-from ddp_cases import SMALL_BUCKETS, OnRanks, message_of, script_ranks, started
+from ddp_cases import SMALL_BUCKETS, OnRanks, message_of, script_ranks
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import control_block, hang_reports
 from drivetrain.ddp.control_block import ControlBlock
@@ -30,7 +32,7 @@ from polling import wait_until
 from ranks import RankPool, run_on
 
 LIMIT_S = 1.0  # on a busy machine a rank must be heard of within half of it
-LATE_S = 2.5
+LATEST = timedelta(seconds=30)  # how long a late rank waits for the reports of the others
 
 
 class Block(nn.Module):
@@ -38,14 +40,22 @@ class Block(nn.Module):
         super().__init__()
         self.mlp = nn.Linear(10, 10)
         self.sleep_s = 0.0
+        self.is_late = False
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.sleep_s)
+        if self.is_late:
+            store().wait(reports_of_others(), LATEST)
         return self.mlp(x).tanh()
 
 
 def blocks() -> nn.Sequential:
     return nn.Sequential(*[Block() for _ in range(3)])
+
+
+def reports_of_others() -> list[str]:
+    """Returns the keys that the other ranks set with their first reports."""
+    return [f"report of {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
 
 
 def step_with(model: DDP) -> None:
@@ -54,7 +64,7 @@ def step_with(model: DDP) -> None:
 
 @contextlib.contextmanager
 def reports(tell_wrappers: bool = False) -> Iterator[list[str]]:
-    """Collects what this rank logs at WARNING and above.
+    """Collects what this rank logs at WARNING and above, and sets a key for the late ranks.
 
     Reports name the wrapper where a process has several, and other tests may have left some in caches of torch.compile.
     Only tell_wrappers=True keeps these names.
@@ -64,6 +74,7 @@ def reports(tell_wrappers: bool = False) -> Iterator[list[str]]:
 
     def emit(record: logging.LogRecord) -> None:
         message = record.getMessage()
+        store().set(f"report of {dist.get_rank()}", "")
         messages.append(message if tell_wrappers else re.sub(r" of DistributedDataParallel \d+ \(\w+\)", "", message))
 
     handler.emit = emit  # type: ignore[method-assign]
@@ -95,7 +106,7 @@ def late_in_a_module(options: dict[str, Any], hook: Callable[..., Any] | None) -
         model.register_comm_hook(None, hook)
     with reports() as messages:
         for step in range(1, 5):
-            model.module[1].sleep_s = LATE_S if step == 3 and dist.get_rank() == 1 else 0
+            model.module[1].is_late = step == 3 and dist.get_rank() == 1
             step_with(model)
     return messages
 
@@ -126,8 +137,8 @@ def test_names_what_waits_for_whom_and_where(on_ranks: OnRanks, options: Any, ho
         r"last seen in 1 \(ddp/test_watch\.py:\d+ in forward\)",
         waiting[0],
     ), waiting
-    assert "time.sleep(self.sleep_s)" in line_at(waiting[0])
-    assert len(waiting) <= 2  # at the limit, and at twice that
+    assert "wait(reports_of_others(), LATEST)" in line_at(waiting[0])
+    assert len(waiting) == 1
 
 
 def late_outside_the_model() -> list[str]:
@@ -135,7 +146,7 @@ def late_outside_the_model() -> list[str]:
     with reports() as messages:
         for step in range(1, 4):
             if step == 3 and dist.get_rank() == 0:
-                time.sleep(LATE_S)  # an input that is long in coming
+                time.sleep(1.8 * LIMIT_S)  # an input that is long in coming
             step_with(model)
     return messages
 
@@ -149,6 +160,7 @@ def test_names_a_wait_in_forward(on_ranks: OnRanks) -> None:
         waiting[0],
     ), waiting
     assert "an input that is long in coming" in line_at(waiting[0])
+    assert len(waiting) == 1  # the next would come at twice the limit
 
 
 def left_out_a_step() -> list[str]:
@@ -159,7 +171,7 @@ def left_out_a_step() -> list[str]:
                 continue
             step_with(model)
         if dist.get_rank() == 1:
-            time.sleep(LATE_S)
+            store().wait(reports_of_others(), LATEST)
             step_with(model)
     return messages
 
@@ -178,7 +190,7 @@ def a_chain_of_waits() -> list[str]:
         if dist.get_rank() > 0:
             inner = DDP(blocks(), report_hang_after=LIMIT_S, process_group=pair)
             assert len(watching_threads()) == 1
-            inner.module[2].sleep_s = LATE_S if dist.get_rank() == 2 else 0
+            inner.module[2].is_late = dist.get_rank() == 2
             step_with(inner)
         step_with(world)
     return messages
@@ -202,10 +214,10 @@ def hangs_in_join(hanging: int) -> list[str]:
     model = DDP(blocks(), report_hang_after=LIMIT_S, **SMALL_BUCKETS)
     with reports() as messages, model.join():
         for step in range(6 if dist.get_rank() == 0 else 2):
-            model.module[1].sleep_s = LATE_S if step == 4 and hanging == 0 else 0
+            model.module[1].is_late = step == 4 and hanging == 0
             step_with(model)
         if dist.get_rank() == hanging == 1:
-            time.sleep(LATE_S)  # on its way out
+            store().wait(reports_of_others(), LATEST)  # on its way out
     return messages
 
 
@@ -323,7 +335,7 @@ def late_on_another_host() -> list[str]:
         control_block.host_name = host_name
     with reports() as messages:
         for step in range(1, 4):
-            model.module[1].sleep_s = LATE_S if step == 3 and rank == 3 else 0
+            model.module[1].is_late = step == 3 and rank == 3
             step_with(model)
     return messages
 
@@ -427,7 +439,7 @@ EARLY_EXIT = """
 
 
 def test_a_rank_that_ends_first_leaves_the_others_in_peace(tmp_path: Path) -> None:
-    with script_ranks(tmp_path, RANK + EARLY_EXIT, 2, started(sys.executable)) as ranks:
+    with script_ranks(tmp_path, RANK + EARLY_EXIT, 2) as ranks:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert errors == ["", ""]
@@ -455,7 +467,7 @@ EXIT_WHILE_ASKING = """
 
 
 def test_no_thread_asks_the_store_after_the_exit_hooks(tmp_path: Path) -> None:
-    with script_ranks(tmp_path, RANK + EXIT_WHILE_ASKING, 2, started(sys.executable)) as ranks:
+    with script_ranks(tmp_path, RANK + EXIT_WHILE_ASKING, 2) as ranks:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert errors == ["", ""]
     assert [rank.returncode for rank in ranks] == [0, 0]

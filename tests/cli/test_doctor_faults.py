@@ -200,21 +200,20 @@ def test_a_slow_rank_is_named() -> None:
 # ---- Several hosts, as network namespaces.
 
 
-def test_a_host_whose_name_means_loopback_and_a_slow_link() -> None:
+def test_a_host_whose_name_means_loopback_and_a_slow_link(tmp_path: Path) -> None:
     with simulated_hosts(2) as hosts:
         # Nothing resolves the names of these hosts: gloo then takes the loopback interface. The limit is short, because
         # the ranks wait for it where they cannot reach each other.
-        report = examine(faults.on_hosts(hosts, arguments=["--timeout", "8"], environ={}))
+        together = faults.met(str(tmp_path), 2)
+        report = examine(faults.on_hosts(hosts, together, arguments=["--timeout", "2"], environ={}))
         cure = f"export GLOO_SOCKET_IFNAME={INTERFACE} on host-"
         assert report.named("network", "does not reach rank", cure), report.alarms()
-
-        report = examine(faults.on_hosts(hosts))
-        assert report.status_of("network") == report.status_of("all-reduce") == "PASS"
-        assert "2 host(s)" in report.text_of("network")
 
         # The queue is short, so that it drops packets also where a busy machine sends slowly.
         faults.shape(hosts, 1, "rate", "40mbit", "burst", "64kb", "latency", "10ms")
         report = examine(faults.on_hosts(hosts))
+        assert report.status_of("network") == report.status_of("all-reduce") == "PASS"
+        assert "2 host(s)" in report.text_of("network")
         assert report.status_of("links") == "WARN"
         # The full queue drops packets of both directions, as a link with a defect does.
         assert "on host-0" in report.text_of("links")

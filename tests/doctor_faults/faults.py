@@ -58,13 +58,19 @@ def missing_rank() -> Named:
     return report, "ranks", "missing after 5 s: rank 1 of 2", "start them with MASTER_ADDR:MASTER_PORT"
 
 
+def met(folder: str, count: int) -> str:
+    """Returns Python lines that import the doctor and wait until so many processes have done so, by files there."""
+    return (
+        f"import drivetrain.cli\nopen(os.path.join({folder!r}, str(os.getpid())), 'w').close()\n"
+        f"while len(os.listdir({folder!r})) < {count}:\n    time.sleep(0.05)"
+    )
+
+
 def duplicate_rank() -> Named:
     first, second = ranks(2)
     with tempfile.TemporaryDirectory() as folder:
         # Rank 0 waits for both others, because it leaves once each rank has come.
-        come = f"open(os.path.join({folder!r}, str(os.getpid())), 'w').close()\n"
-        come += f"while rank == 0 and len(os.listdir({folder!r})) < 3:\n    time.sleep(0.05)"
-        first.change = second.change = come
+        first.change = second.change = met(folder, 3)
         report = examine([first, second, second])
     return report, "ranks", "two processes have RANK=1", "RANK of its own"
 

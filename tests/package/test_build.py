@@ -79,13 +79,23 @@ def test_an_option_of_the_build_with_a_value_that_it_does_not_have(
     assert f'{option} is "{value}", expected one of: {expected}.' in said
 
 
+@pytest.fixture(scope="module")
+def with_nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder for several configurations, of which the first examines nvcc for all."""
+    return tmp_path_factory.mktemp("with_nvcc")
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
 @pytest.mark.parametrize("runtime", ["static", "shared"])
-def test_an_nvcc_of_a_newer_cuda_than_torchs(repository: Path, tmp_path: Path, runtime: str) -> None:
+def test_an_nvcc_of_a_newer_cuda_than_torchs(repository: Path, tmp_path: Path, with_nvcc: Path, runtime: str) -> None:
     """A driver for torch's CUDA could not launch the kernels, and a shared runtime would not be found."""
     environment = fake_torch(tmp_path, "class version: cuda = '11.8'\n__version__ = '2.13.0'")
-    options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DDRIVETRAIN_CUDA_RUNTIME={runtime}"]
-    run = configure(repository, tmp_path, environment, *options)
+    options = [
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DDRIVETRAIN_CUDA_RUNTIME={runtime}",
+        "-DDRIVETRAIN_CUDA=auto",
+    ]
+    run = configure(repository, with_nvcc, environment, *options)
     said = re.sub(r"\s+", " ", run.stderr)
     assert "nvcc is of CUDA" in said
     assert "and torch 2.13.0 of CUDA 11.8" in said
@@ -117,6 +127,7 @@ ALL_ARCHITECTURES = "80-real;90-real;100-real;120"
 def test_kernels_are_built_where_torch_has_cuda_and_for_the_gpus_there(
     repository: Path,
     tmp_path: Path,
+    with_nvcc: Path,
     torch_cuda: str,
     gpus: list[tuple[int, int]],
     option: str,
@@ -129,8 +140,8 @@ class cuda:
     get_device_capability = {gpus}.__getitem__
 __version__ = '2.13.0'
 """
-    options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DDRIVETRAIN_CUDA={option}"]
-    run = configure(repository, tmp_path, fake_torch(tmp_path, code), *options)
+    options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DDRIVETRAIN_CUDA_RUNTIME=static"]
+    run = configure(repository, with_nvcc, fake_torch(tmp_path, code), *options, f"-DDRIVETRAIN_CUDA={option}")
     assert run.returncode == 0, run.stderr
     (said,) = re.findall(r"CUDA kernels: (.*), NCCL", run.stdout)
     if architectures is None:

@@ -77,12 +77,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def late_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def late_device() -> Path:
     """Builds a module that registers a test device, and returns its folder.
 
     Use it in a separate process, because torch has only one such device.
     """
-    return built_once(tmp_path_factory, "late_device", _build_late_device)
+    sources = [path for path in (Path(__file__).parent / "late_device").iterdir() if path.suffix in (".cpp", ".h")]
+    return built_once("late_device", [*sources, Path(__file__)], _build_late_device)
 
 
 def _build_late_device(folder: Path) -> None:

@@ -1,27 +1,35 @@
-"""Builds what tests compile once per run of the suite, although the run has several test processes."""
+"""Builds what tests compile once per state of its sources, although the suite has several test processes."""
 
 import fcntl
-import os
-from collections.abc import Callable
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "build" / "tests"
 
 
-def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
-    """Returns the folder `name` after `build(folder)` has filled it, in this or another test process of the run.
+def built_once(name: str, sources: Iterable[Path], build: Callable[[Path], None]) -> Path:
+    """Returns the folder `name` after `build(folder)` has filled it, in this or an earlier process or run.
 
-    A process that needs the folder while another fills it waits. After a build that failed, the next process tries.
+    It is filled again after a change of the sources, of torch or of Python. A process that needs the folder while
+    another fills it waits. After a build that failed, the next process tries.
     """
-    folder = factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        folder = folder.parent  # the run's folder, which holds one of each process
-    folder /= name
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    digest = hashlib.sha256(f"{sys.executable} {torch.__version__} {torch.__file__}".encode())
+    for source in sorted(sources):
+        digest.update(str(source).encode())
+        digest.update(source.read_bytes())
+    folder = FOLDER / name
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file
         finished = folder / "finished"
-        if not finished.exists():
+        if not finished.exists() or finished.read_text() != digest.hexdigest():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
             build(folder)
-            finished.touch()
+            finished.write_text(digest.hexdigest())
     return folder

@@ -50,6 +50,8 @@ from ddp_contract_cases import (
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import transport
 from ranks import run_on
+from shared_builds import built_once
+from warm_python import warm_python
 
 BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 5.0  # of the fake's collectives, where none is to fail
@@ -79,18 +81,21 @@ def build(source: Path, folder: Path, *options: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fakes() -> Path:
     """Returns the folder with the module `fake_nccl` and the libraries that it opens."""
     if torch.version.cuda is not None:
         pytest.skip("the CUDA runtime that this torch has loaded hides the fake one")
-    folder = tmp_path_factory.mktemp("fake_nccl")
     options = {
         "TORCH_DIR": Path(torch.__file__).parent,
         "pybind11_DIR": pybind11.get_cmake_dir(),
         "Python_EXECUTABLE": sys.executable,
     }
-    build(Path(__file__).parents[2], folder, *(f"-D{name}={value}" for name, value in options.items()))
-    return folder
+    defines = [f"-D{name}={value}" for name, value in options.items()]
+    repository = Path(__file__).parents[2]
+    sources = [
+        path for name in ("csrc", "tests/fake_nccl") for path in (repository / name).rglob("*") if path.is_file()
+    ]
+    return built_once("fake_nccl", [*sources, Path(__file__)], lambda folder: build(repository, folder, *defines))
 
 
 @contextmanager
@@ -113,6 +118,7 @@ def faked(fakes: Path, version: str = LATEST, fault: str = "", timeout_s: float 
     finally:
         transport.make_comm = original
         sys.path.remove(str(fakes))
+        log.unlink()
         os.unsetenv("FAKE_NCCL_FREED")
         del os.environ["FAKE_NCCL_LOG"], os.environ["FAKE_NCCL_FAULT"]
 
@@ -510,7 +516,7 @@ del flat
 
 def test_python_may_end_right_after_a_collective(fakes: Path, tmp_path: Path) -> None:
     """Checks that the communicator's thread frees memory without the GIL: asking for it would end the process."""
-    command = [sys.executable, "-c", ENDS_AFTER_A_COLLECTIVE, str(fakes)]
+    command = [warm_python(), "-c", ENDS_AFTER_A_COLLECTIVE, str(fakes)]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -49,7 +49,7 @@ def serve(folder: str, rank: int, port: int, answers: Any) -> None:
 
 
 def main() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     answers = context.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -502,7 +502,7 @@ def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> 
 
 def run_ranks(folder: str, names: list[str]) -> list[str]:
     """Prints the outcome of each case up to the first that fails. Returns the cases after that one."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # this process has no thread yet, and has imported torch
     left, heard = list(names), 0
     with tempfile.TemporaryDirectory() as work:
         answers = context.Queue()

@@ -67,42 +67,6 @@ def top_k_with_feedback() -> tuple[Any, Hook]:
     return {}, hook
 
 
-def random_mask() -> tuple[Any, Hook]:
-    def hook(rng: torch.Generator, bucket: dist.GradBucket) -> Any:
-        buffer = bucket.buffer()
-        mask = torch.rand(buffer.shape, generator=rng) < 0.5
-        values = buffer[mask] / world()
-
-        def spread(total: Tensor) -> Tensor:
-            return torch.zeros_like(buffer).masked_scatter_(mask, total)
-
-        return when_summed(values, spread)
-
-    return torch.Generator().manual_seed(5), hook
-
-
-def one_bit() -> tuple[Any, Hook]:
-    """Sends signs, eight in a byte, and the mean magnitude of the bucket."""
-
-    def hook(_: Any, bucket: dist.GradBucket) -> Any:
-        buffer = bucket.buffer()
-        scale = buffer.abs().mean(dtype=torch.float64)
-        bits = torch.nn.functional.pad((buffer >= 0).to(torch.uint8), (0, -buffer.numel() % 8)).view(-1, 8)
-        weights = 2 ** torch.arange(8, dtype=torch.uint8)
-        code = (bits * weights).sum(1, dtype=torch.uint8)
-        codes = [torch.empty_like(code) for _ in range(world())]
-        scales = [torch.empty_like(scale) for _ in range(world())]
-        dist.all_gather(codes, code)
-        dist.all_gather(scales, scale)
-        total = torch.zeros(buffer.shape, dtype=torch.float64)
-        for each, size in zip(codes, scales, strict=True):
-            signs = (each.unsqueeze(1) & weights).ne(0).view(-1)[: buffer.numel()]
-            total += torch.where(signs, size, -size)
-        return done((total / world()).to(buffer.dtype))
-
-    return None, hook
-
-
 def split_by_sizes() -> tuple[Any, Hook]:
     """Cuts the buffer by the parameters' sizes, normalizes each piece and writes it back through these views."""
 
@@ -291,8 +255,6 @@ def built_in(name: str) -> tuple[Any, Hook]:
 OWN = [
     noise_in_place,
     top_k_with_feedback,
-    random_mask,
-    one_bit,
     split_by_sizes,
     unflattened,
     resized_for_scatter,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from drivetrain import DistributedDataParallel as DDP
+from ports import free_port
 from warm_python import warm_python
 
 OnRanks = Callable[..., list[Any]]
@@ -204,8 +205,7 @@ def script_ranks(
     start = start or started(warm_python())
     path = folder / "train.py"
     path.write_text(textwrap.dedent(script))
-    port = str(20_000 + os.getpid() % 20_000)
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment}
     with ExitStack() as stack:
         processes = [stack.enter_context(start(path, {**world, "RANK": str(rank)})) for rank in range(ranks)]
         try:

@@ -267,10 +267,13 @@ def report_and_error(tmp_path: Path, transport: str, stopped: int) -> tuple[str,
     """Returns rank 1's first report of a stopped rank, and its output after that rank was killed."""
     environment = {"DRIVETRAIN_TRANSPORT": transport, "STOPPED": str(stopped)}
     with script_ranks(tmp_path, RANK + STOPPED, 3, **environment) as ranks:
-        report = next(line for line in ranks[1].stderr if "has waited" in line)
+        lines: list[str] = []
+        while not lines or "has waited" not in lines[-1]:
+            lines.append(ranks[1].stderr.readline())
+            assert lines[-1], f"rank 1 has ended without a report: {''.join(lines)}"
         ranks[stopped].kill()
         _, error = ranks[1].communicate(timeout=60)
-    return report, error
+    return lines[-1], error
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])

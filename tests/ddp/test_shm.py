@@ -32,6 +32,7 @@ from drivetrain.ddp import transport
 from namespaces import needs_namespaces
 from polling import wait_until
 from ranks import RankPool, dawdle_in_hooks, run_on
+from warm_python import warm_python
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
@@ -372,7 +373,7 @@ KILLED_RANK = """
 
 
 def test_a_rank_that_is_killed_in_mid_step(tmp_path: Path) -> None:
-    with script_ranks(tmp_path, KILLED_RANK, 2, started(sys.executable)) as ranks:
+    with script_ranks(tmp_path, KILLED_RANK, 2) as ranks:
         out, error = ranks[0].communicate(timeout=60)  # the group's own timeout is far longer
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
     assert "the all-reduce of bucket" in error
@@ -556,7 +557,7 @@ SEPARATE_RANK = """
 def test_falls_back_between_containers(tmp_path: Path) -> None:
     unshare = ("unshare", "--pid", "--fork", "--kill-child")
     needs_namespaces(*unshare, "true")
-    with script_ranks(tmp_path, SEPARATE_RANK, 2, started(sys.executable, prefix=unshare)) as ranks:
+    with script_ranks(tmp_path, SEPARATE_RANK, 2, started(warm_python(), prefix=unshare)) as ranks:
         results = [rank.communicate(timeout=60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], results
     assert [out for out, _ in results] == ["torch\ntorch\n"] * 2

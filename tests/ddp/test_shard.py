@@ -38,9 +38,11 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own 
 
 @run_on(2, 4)
 def test_element_wise_steps_have_the_bits_of_the_unsharded_wrapper() -> None:
-    for transport in transports():
-        for kind, makes in (("ours", OURS), ("torch's", TORCHS)):
-            for name, make in makes.items():
+    for kind, makes in (("ours", OURS), ("torch's", TORCHS)):
+        for number, (name, make) in enumerate(makes.items()):
+            all_transports = transports()
+            one = all_transports[number % len(all_transports)]
+            for transport in all_transports if name == "AdamW" else (one,):
                 expected, _ = train(make, Odd(), transport=transport)
                 for mode in MODES:
                     found, _ = train(make, Odd(), transport=transport, shard=mode)

@@ -109,9 +109,10 @@ def assert_equal_bits(plain: Any, net: Any, what: Any, steps: int = 2) -> None:
 
 
 def compare_bits(layouts: list[list[list[int]]]) -> None:
-    for groups, (transport, per_host) in itertools.product(layouts, (("torch", 1), ("shm", 2), ("shm", 4))):
-        more = (torch.float64, torch.float16) if transport == "torch" else ()
-        for dtype in (torch.float32, torch.bfloat16, *more):
+    hosts = (("torch", 1), ("shm", 2), ("shm", 4))[: dist.get_world_size()]
+    for groups, (transport, per_host) in itertools.product(layouts, hosts):
+        more = () if groups else (torch.bfloat16, torch.float64, torch.float16)[: 3 if transport == "torch" else 1]
+        for dtype in (torch.float32, *more):
             plain, net = wrapped(transport, per_host, groups, dtype)
             assert_equal_bits(plain, net, (groups, transport, per_host, dtype))
 

@@ -53,13 +53,9 @@ def test_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--help"])
     assert exit_info.value.code == 0
-    assert capsys.readouterr().out.startswith(" ".join(("usage: drivetrain", *command)))
-
-
-def test_help_shows_a_first_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "torchrun --nproc-per-node 2 -m drivetrain run train.py" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith(" ".join(("usage: drivetrain", *command)))
+    assert command or "torchrun --nproc-per-node 2 -m drivetrain run train.py" in said
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

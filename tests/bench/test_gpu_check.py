@@ -25,6 +25,7 @@ from gpu_check import gates, jobs, outcomes, page, parts, report, run_tests, too
 from gpu_check.checks import findings  # noqa: E402
 from gpu_check.checks import ranks as check_ranks  # noqa: E402
 from gpu_check.checks import steps as check_steps  # noqa: E402
+from gpu_check.checks.__main__ import CHECKS  # noqa: E402
 from warm_python import warm_python  # noqa: E402
 
 TIMEOUT_S = 600
@@ -72,8 +73,9 @@ def dry_run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return result_in(tmp_path)
 
 
-# A dry run has no compute-sanitizer, so that these jobs would run the script of memcheck again.
-SAME_WITHOUT_TOOL = ("initcheck", "synccheck", "racecheck")
+# A dry run has no compute-sanitizer, so that these jobs would run the script of memcheck again. A test below runs the
+# check of two ranks.
+LEFT_OUT = ("initcheck", "synccheck", "racecheck", "two-ranks")
 DRY_PARTS = [part for part in parts.PARTS if part not in ("build", "bench", "tests", "long")]
 
 
@@ -82,7 +84,7 @@ def dry_jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Runs the jobs of all parts above in one check, because the check itself takes seconds to start."""
     folder = tmp_path_factory.mktemp("gpu_check")
     every = parts.jobs(parts.Setting(folder, folder, folder, "", 2, True, []))
-    names = [job.name for job in every if job.part in DRY_PARTS and job.name not in SAME_WITHOUT_TOOL]
+    names = [job.name for job in every if job.part in DRY_PARTS and job.name not in LEFT_OUT]
     options = [*(f"--part={part}" for part in DRY_PARTS), *(f"--job={name}" for name in names)]
     return dry_run(folder, *options)["jobs"]
 
@@ -344,7 +346,7 @@ def test_bits_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """drivetrain's DDP has other gradients than torch's on two ranks if it does not reduce them."""
     monkeypatch.setattr(check_ranks, "_both_ways", broken_both_ways)
-    found = list(check_ranks.run(2, torch.device("cpu"), True))
+    found = list(CHECKS["two-ranks"](torch.device("cpu"), True))
     assert len(found) == 2
     assert not any(each.holds for each in found)
 

@@ -49,7 +49,10 @@ ODD: dict[str, tuple[Callable[[], list[nn.Parameter]], str]] = {
     "meta": (with_a_meta_parameter, r"parameter 1 of .* is on meta"),
     "twice": (with_one_twice, r"parameter 3 of .* is in its group twice"),
 }
-ON_META = [name for name in TORCHS if name not in ("ASGD", "Adafactor", "Muon")]  # under torch, too
+CLASSES = {
+    "meta": [name for name in TORCHS if name not in ("ASGD", "Adafactor", "Muon")],  # under torch, too
+    "twice": ["AdamW", "Muon"],  # the same way as where memory is shared
+}
 
 
 def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
@@ -93,7 +96,7 @@ def quietly(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@pytest.mark.parametrize(("name", "odd"), [(n, o) for o in ODD for n in (ON_META if o == "meta" else TORCHS)])
+@pytest.mark.parametrize(("name", "odd"), [(n, o) for o in ODD for n in CLASSES.get(o, TORCHS)])
 def test_what_only_torch_can_step_is_stepped_by_torch(name: str, odd: str) -> None:
     make, message = ODD[odd]
     ours, theirs = make(), make()

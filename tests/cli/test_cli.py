@@ -121,9 +121,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "target",
-    [("package/train.py",), ("-m", "package.train"), ("-m", "package")],
-    ids=["file", "module", "package"],
+    "target", [("package/train.py",), ("-m", "package.train"), ("-m", "package")], ids=["file", "module", "package"]
 )
 def test_run_looks_like_python_to_the_script(script: Path, target: tuple[str, ...]) -> None:
     folder, arguments = script.parent.parent, ("--lr", "1", "--", "--optim", "-m", "")
@@ -172,8 +170,7 @@ def test_run_without_a_script_that_exists(tmp_path: Path, target: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    ("option", "complaint"),
-    [("bucket_cap=1", "it takes: .*bucket_cap_mb"), ("bucket_cap_mb", "not NAME=VALUE")],
+    ("option", "complaint"), [("bucket_cap=1", "it takes: .*bucket_cap_mb"), ("bucket_cap_mb", "not NAME=VALUE")]
 )
 def test_run_refuses_wrong_defaults(tmp_path: Path, option: str, complaint: str) -> None:
     path = tmp_path / "script.py"
@@ -318,19 +315,8 @@ def test_doctor_on_a_healthy_machine() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert list(lines) == [
-        "torch",
-        "cuda",
-        "nccl",
-        "gloo",
-        "memory",
-        "shm",
-        "limits",
-        "threads",
-        "signals",
-        "variables",
-        "interfaces",
-        "disk",
-        "launch",
+        *("torch", "cuda", "nccl", "gloo", "memory", "shm", "limits", "threads", "signals"),
+        *("variables", "interfaces", "disk", "launch"),
     ]
     assert all(line.startswith(("PASS ", "-- ")) for line in lines.values())
     assert torch.__version__ in lines["torch"]

@@ -43,9 +43,7 @@ def framework(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_install_rebinds_torchs_names_and_every_alias_and_uninstall_restores_them(
-    framework: ModuleType,
-) -> None:
+def test_install_rebinds_torchs_names_and_every_alias_and_uninstall_restores_them(framework: ModuleType) -> None:
     names = drivetrain.install()
     assert parallel.DistributedDataParallel is OURS
     assert distributed.DistributedDataParallel is OURS
@@ -117,12 +115,7 @@ class _Slotted:
 def test_lazy_and_odd_modules_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = _Lazy("lazy")
     object.__getattribute__(lazy, "__dict__")["DDP"] = TORCH_DDP[0]
-    for name, module in {
-        "odd.lazy": lazy,
-        "odd.none": None,
-        "odd.slots": _Slotted(),
-        "odd.type": dict,
-    }.items():
+    for name, module in {"odd.lazy": lazy, "odd.none": None, "odd.slots": _Slotted(), "odd.type": dict}.items():
         monkeypatch.setitem(sys.modules, name, module)
     assert "odd.lazy.DDP" in drivetrain.install()
     assert object.__getattribute__(lazy, "__dict__")["DDP"] is OURS
@@ -224,15 +217,7 @@ dist.destroy_process_group()
 
 def _torchrun(*arguments: str, tries: int = 1) -> str:
     """Runs on two ranks and returns their stderr. tries: attempts, as some scripts die while their interpreter ends."""
-    command = [
-        warm_python(),
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *arguments,
-    ]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     environ = {**warm_environ(), "OMP_NUM_THREADS": "1"}
     for left in reversed(range(tries)):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)

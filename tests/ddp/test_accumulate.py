@@ -471,11 +471,7 @@ def test_plain_backward_after_weights() -> None:
     mean_loss(model, x, targets).backward()
     expected = [param.grad.clone() for param in model.parameters()]
     optimizer.zero_grad()
-    zeros = (
-        lambda: message_of(KeyError, interrupted),
-        model.zero_grad,
-        lambda: model.zero_grad(set_to_none=False),
-    )
+    zeros = (lambda: message_of(KeyError, interrupted), model.zero_grad, lambda: model.zero_grad(set_to_none=False))
     for zero in zeros:
         if zero is not zeros[0]:
             with model.no_sync():

@@ -98,10 +98,7 @@ def inner_module() -> None:
 
 def consumed_gradients() -> None:
     x = inputs() + dist.get_rank()  # a step by equal gradients would not part the replicas
-    for consume in (
-        lambda p: setattr(p, "grad", None),
-        lambda p: torch.optim.SGD([p], lr=0.1).step(),
-    ):
+    for consume in (lambda p: setattr(p, "grad", None), lambda p: torch.optim.SGD([p], lr=0.1).step()):
         model = DDP(linear_chain())
         model.module[2].weight.register_post_accumulate_grad_hook(consume)
         with model.no_sync():  # where nothing is reduced hooks may do what they like

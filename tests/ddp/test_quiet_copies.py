@@ -123,13 +123,7 @@ def unfrozen_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        copies_on_one_rank,
-        copies_that_all_ranks_train,
-        copy_with_join,
-        unfrozen_on_one_rank,
-    ],
+    "function", [copies_on_one_rank, copies_that_all_ranks_train, copy_with_join, unfrozen_on_one_rank]
 )
 def test_as_torch(on_ranks: OnRanks, function: Callable[[], None]) -> None:
     on_ranks(function)

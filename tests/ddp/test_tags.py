@@ -14,16 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_cases import (
-    SMALL_BUCKETS,
-    OnRanks,
-    assert_equal_grads,
-    inputs,
-    linear_chain,
-    make_net,
-    message_of,
-    pair,
-)
+from ddp_cases import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, linear_chain, make_net, message_of, pair
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import tag_board
 from drivetrain.ddp import transport as transports

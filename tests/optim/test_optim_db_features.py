@@ -19,16 +19,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from optim_db_cases import (
-    assert_same,
-    classes,
-    make_params,
-    names,
-    pair,
-    references,
-    set_grads,
-    steps,
-)
+from optim_db_cases import assert_same, classes, make_params, names, pair, references, set_grads, steps
 
 # ---- Hooks and other features around a step.
 

@@ -133,10 +133,7 @@ def test_8_bit_codes_next_to_every_tie(isa: str) -> None:
     assert torch.equal(codes.float(), torch.copysign(roots, values).round() + 0.0)
 
 
-@given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600),
-    st.booleans(),
-)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600), st.booleans())
 @settings(deadline=None, max_examples=rounds(50, whole=200))
 def test_8_bit_errors_are_bounded(numbers: list[float], squared: bool) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)

@@ -261,10 +261,7 @@ KEPT: dict[str, tuple[Taken, Changed]] = {
     "list": (lambda o, _: [*o.state.values()], lambda kept, _: replaces(kept[CHANGED])),
     "state_dict": (lambda o, _: o.state_dict(), lambda kept, _: moves(kept["state"][CHANGED]["exp_avg"])),
     "copy": (lambda o, _: copy.copy(o), lambda kept, p: replaces(kept.state[p[CHANGED]])),
-    "swap": (
-        lambda o, p: state_of(o, p)["exp_avg"],
-        lambda kept, _: torch.utils.swap_tensors(kept, kept.clone() * 2),
-    ),
+    "swap": (lambda o, p: state_of(o, p)["exp_avg"], lambda kept, _: torch.utils.swap_tensors(kept, kept.clone() * 2)),
 }
 
 

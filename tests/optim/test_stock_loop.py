@@ -24,10 +24,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Any]] = {
     "adamw": adamw,
     "adamw_fused": lambda params: optim.AdamW(params, fused=True),
     "adamw_low_bits": lambda params: optim.AdamW(
-        params,
-        state_bits=None if params[0].dtype == torch.float64 else 8,
-        rounding="stochastic",
-        min_8bit_size=256,
+        params, state_bits=None if params[0].dtype == torch.float64 else 8, rounding="stochastic", min_8bit_size=256
     ),
     "sgd_momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
     "adagrad": optim.Adagrad,

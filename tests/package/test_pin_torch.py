@@ -26,10 +26,7 @@ def test_a_wheel_requires_the_torch_that_it_was_built_against(pinned, repository
     torch = next(each for each in map(Requirement, project["dependencies"]) if each.name == "torch")
     assert [
         version for version in ("2.12.0", "2.13.0+cpu", "2.13.1", "2.14.0") if torch.specifier.contains(version)
-    ] == [
-        "2.13.0+cpu",
-        "2.13.1",
-    ]
+    ] == ["2.13.0+cpu", "2.13.1"]
     assert pinned(once, "2.13.0", platform) == once
     assert pinned(pinned(text, "2.14.1", "cuda"), "2.13.0", platform) == once
 

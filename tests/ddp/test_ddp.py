@@ -5,12 +5,10 @@ import io
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +30,6 @@ from ddp_cases import (
     make_net,
     message_of,
     pair,
-    script_ranks,
     step_alike,
 )
 from drivetrain import DistributedDataParallel as DDP
@@ -357,34 +354,6 @@ def test_gradient_of_the_wrong_dtype() -> None:
     ours.module.weight.grad_dtype = torch.float32
     message = message_of(TypeError, lambda: ours(inputs().bfloat16()).sum().backward())
     assert "'weight' is Float [10, 10] on cpu, expected BFloat16" in message
-
-
-STOPPED_RANK = """
-    import os, signal, torch, torch.distributed as dist
-    from datetime import timedelta
-    from torch import nn
-    from drivetrain import DistributedDataParallel as DDP
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
-    model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), bucket_cap_mb=0.02)
-    for step in range(10_000):
-        def stop(grad):
-            if step == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return grad
-        handle = model.module[3].weight.register_hook(stop)
-        model(torch.randn(4, 64)).sum().backward()
-        handle.remove()
-"""
-
-
-def test_a_rank_that_stops_in_mid_step(tmp_path: Path) -> None:
-    with script_ranks(tmp_path, STOPPED_RANK, 2) as ranks:
-        _, error = ranks[0].communicate(timeout=60)
-    assert ranks[0].returncode not in (0, -signal.SIGKILL)
-    assert "the all-reduce of bucket" in error
-    assert re.search(r"bucket \d+ of \d+ \[\d\.(weight|bias)", error), error
 
 
 @run_on(2)

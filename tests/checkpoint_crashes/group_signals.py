@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import shutil
@@ -42,6 +43,7 @@ class SlowRows(Dataset[Tensor]):
 def train(folder: Path, method: str, is_persistent: bool) -> None:
     """Trains until a signal comes, and appends each step to a file of this rank once `step()` has returned."""
     torch.set_num_threads(1)
+    multiprocessing.set_forkserver_preload(["torch", "drivetrain"])  # otherwise each worker imports them
     rank = int(os.environ.get("RANK", "0"))
     (folder / f"group-{rank}").write_text(str(os.getpgrp()))
     model: torch.nn.Module = torch.nn.Linear(4, 4)

@@ -9,10 +9,12 @@ namespace drivetrain {
 
 DT_BEGIN_ISA
 
+constexpr uint64_t kOddFactor = 0x9E3779B97F4A7C15u;
+
 // Multiplies by an odd number and shifts. This is one-to-one in either argument, so two inputs that differ in exactly
 // one word have different hashes.
 inline uint64_t mix(uint64_t hash, uint64_t word) {
-  hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+  hash = (hash ^ word) * kOddFactor;
   return hash ^ (hash >> 29);
 }
 

@@ -1,13 +1,18 @@
 // Describes, rebuilds, copies and hashes views of tensor storages; see tensor_ref.h.
 #include "budget/recorder/tensor_ref.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/hash.h"
+#include "budget/recorder/op_traits.h"
 
 namespace drivetrain::budget {
 
@@ -17,6 +22,34 @@ namespace {
 constexpr c10::DispatchKeySet kInterceptingKeys =
     kPythonKeys | c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                        c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+
+// Hashes bytes where they are, so that only a number is copied to the host. The hash is the sum of all words, each
+// times an odd factor of its place, modulo 2^64.
+uint64_t hash_on_device(const at::Tensor& bytes) {
+  constexpr int64_t kWord = 8;
+  constexpr int64_t kChunk = 1 << 20;  // words; bounds the memory of factors and products
+  const c10::impl::ExcludeDispatchKeyGuard no_interception(kInterceptingKeys.add(kRecorderKey));
+  const at::NoGradGuard no_grad;
+  const auto odd = static_cast<int64_t>(kOddFactor);
+  const int64_t num_words = bytes.numel() / kWord;
+  // Under consecutive factors, equal differences of two words could cancel each other.
+  const int64_t num_factors = std::max(std::min(num_words, kChunk), kWord);
+  at::Tensor factors = at::arange(1, num_factors + 1, bytes.options().dtype(at::kLong)).mul_(odd);
+  factors = factors.bitwise_xor(factors.bitwise_right_shift(29)).mul_(2).add_(1);
+  at::Tensor hash = at::zeros({}, factors.options());
+  const auto add = [&](const at::Tensor& words) {
+    // The highest bit, such as the sign of a double, must reach lower ones. Two such differences would cancel
+    // otherwise.
+    const at::Tensor mixed = words.bitwise_xor(words.bitwise_right_shift(32));
+    hash.mul_(odd).add_(mixed.mul(factors.narrow(0, 0, mixed.numel())).sum());
+  };
+  const at::Tensor words = bytes.narrow(0, 0, num_words * kWord).view(at::kLong);
+  for (int64_t begin = 0; begin < num_words; begin += kChunk) {
+    add(words.narrow(0, begin, std::min(kChunk, num_words - begin)));
+  }
+  add(bytes.narrow(0, num_words * kWord, bytes.numel() % kWord).to(at::kLong));
+  return static_cast<uint64_t>(hash.item<int64_t>());
+}
 
 }  // namespace
 
@@ -69,9 +102,7 @@ at::Tensor bytes_of(const at::Tensor& tensor) { return flat_of(tensor, caffe2::T
 uint64_t hash_of_storage(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   const auto num_bytes = static_cast<int64_t>(storage.nbytes());
-  if (tensor.is_cpu()) return hash_bytes(storage.data(), num_bytes);
-  const c10::impl::ExcludeDispatchKeyGuard no_interception(kInterceptingKeys);
-  return hash_bytes(bytes_of(tensor).cpu().const_data_ptr(), num_bytes);
+  return tensor.is_cpu() ? hash_bytes(storage.data(), num_bytes) : hash_on_device(bytes_of(tensor));
 }
 
 std::optional<uint64_t> hash_of_elements(const at::Tensor& tensor) {

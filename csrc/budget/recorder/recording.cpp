@@ -14,10 +14,6 @@
 namespace drivetrain::budget {
 namespace {
 
-// A pass that has left its plan is cut into parts of this share of the budget. Larger parts leave less of it for what
-// the plan stores, and smaller ones have more inputs to hold.
-constexpr int64_t kPartsOfBudget = 8;
-
 // Returns whether the tensor was computed and is not a view of a parameter.
 bool is_computed(const at::Tensor& tensor) { return (tensor.is_view() ? tensor._base() : tensor).grad_fn() != nullptr; }
 
@@ -148,6 +144,8 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   forget_running_op();  // one that failed leaves entries
   saving_op_ = static_cast<int32_t>(tape_.ops.size());
   if (profile_ != nullptr) profile_->parts().begin_op(saving_op_);
+  // A pass with fewer bytes outside of the plan keeps the budget without parts, and recomputes less.
+  if (!detour_ && 2 * unplanned_bytes_ > part_bytes()) detour_.emplace(tape_, store_, part_bytes());
   if (detour_) detour_->begin_op(saving_op_);
   arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
   RecordedOp op(handle, traits, keys, module_);
@@ -303,13 +301,11 @@ void Recording::apply_plan(int32_t index) {
   if (!tape_.plan) return;
   RecordedOp& op = tape_.ops[index];
   const std::vector<PlannedOp>& plan = tape_.plan->ops;
-  const bool was_on_plan = !detour_;
   if (op.planned >= 0 && plan[op.planned].formats.size() != op.writes.size()) op.planned = -1;
   if (divergence_.empty() && op.planned != cursor_.next()) {
     const bool has_ended = static_cast<size_t>(cursor_.next()) >= plan.size();
     divergence_ = text("operation ", index + 1, " is ", op.traits->name, ", the plan ",
                        has_ended ? "ends before it" : "has " + plan[cursor_.next()].name);
-    detour_.emplace(tape_, store_, store_.formats().budget_bytes / kPartsOfBudget);
   }
   cursor_.advance(op.planned, op.traits->name);
   if (op.planned < 0) {
@@ -323,9 +319,9 @@ void Recording::apply_plan(int32_t index) {
     Value& value = tape_.values[op.writes[i].value];
     const int8_t format = planned.formats[i];
     // A loop that repeats more often would otherwise store more each time.
-    const bool lacks_room = format >= kUnchanged && format != kOnHost && value.is_replayable && !has_room_for(value);
-    value.format = lacks_room ? kUnplanned : format;
-    value.is_unhooked = planned.unhooked[i] && was_on_plan;
+    const bool is_kept = format >= kUnchanged && format != kOnHost;
+    value.format = detour_ && is_kept && value.is_replayable && !has_room_for(value) ? kUnplanned : format;
+    value.is_unhooked = planned.unhooked[i] && !detour_;
     value.number = planned.numbers[i];
     next_number_ = value.number + 1;
     if (i < planned.prefetches.size()) value.prefetches = &planned.prefetches[i];
@@ -339,22 +335,31 @@ void Recording::apply_plan(int32_t index) {
 bool Recording::needs_anchor(int32_t index) const {
   constexpr int32_t kLater = 4;  // operations
   const Value& value = tape_.values[index];
-  if (!detour_ || value.has_independent_versions || value.is_uninitialized || store_.has(index)) return false;
+  if (divergence_.empty() || value.has_independent_versions || value.is_uninitialized || store_.has(index)) {
+    return false;
+  }
   const bool is_read_again =
       value.number < -1 && value.is_read && static_cast<int32_t>(tape_.ops.size()) - value.op > kLater;
-  return !value.is_replayable || (is_read_again && has_room_for(value)) || detour_->is_of_earlier_part(value);
+  if (!value.is_replayable) return true;
+  return detour_ ? (is_read_again && has_room_for(value)) || detour_->is_of_earlier_part(value) : is_read_again;
+}
+
+// Returns the bytes of a part of a pass that has left its plan. Larger parts leave less of the budget for what the plan
+// stores, and smaller ones have more inputs to hold.
+int64_t Recording::part_bytes() const {
+  constexpr int64_t kParts = 8;  // of the budget
+  return store_.formats().budget_bytes / kParts;
 }
 
 // Returns whether a replayable value may be stored. A pass that has left its plan stores no more than the plan does up
 // to the same operation, and a little.
 bool Recording::has_room_for(const Value& value) const {
   constexpr int64_t kParts = 40;  // of the budget
-  if (!detour_) return true;
+  if (divergence_.empty()) return true;
   const int64_t budget = store_.formats().budget_bytes;
   int64_t most = cursor_.next() == 0 ? 0 : tape_.plan->ops[cursor_.next() - 1].kept_bytes;
   most += budget / kParts;
-  const int64_t part = budget / kPartsOfBudget;
-  if (unplanned_bytes_ > part) most = std::min(most, budget - 3 * part);
+  if (detour_) most = std::min(most, budget - 3 * part_bytes());  // two for what the parts hold, one for a replay
   return store_.bytes() + value.bytes <= most;
 }
 
@@ -410,7 +415,7 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
                                                : value.format != kRecomputed && has_room_for(value);
     if (!is_stored) {
       if (detour_) detour_->note_save(saved.ref.value);
-      if (detour_ && value.format == kUnplanned) unplanned_bytes_ += value.bytes;
+      if (value.number < -1) unplanned_bytes_ += value.bytes;
       return;
     }
   }

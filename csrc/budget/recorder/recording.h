@@ -72,6 +72,7 @@ class Recording {
 
   bool needs_anchor(int32_t value) const;
   bool has_room_for(const Value& value) const;
+  int64_t part_bytes() const;
   void record_arguments(RecordedOp& op, const torch::jit::Stack& stack, bool may_be_replayed);
   void record_ambient_state(RecordedOp& op, const torch::jit::Stack& stack);
   c10::IValue record_argument(RecordedOp& op, int32_t arg, const c10::IValue& argument, bool is_written,
@@ -98,8 +99,8 @@ class Recording {
   ska::flat_hash_map<const c10::StorageImpl*, KnownStorage> known_;
   PlanCursor cursor_;
   std::string divergence_;
-  std::optional<Parts> detour_;  // of a pass that has left its plan
-  int64_t unplanned_bytes_ = 0;  // that are recomputed in it although no plan says so
+  int64_t unplanned_bytes_ = 0;  // that autograd saves outside of the plan, and that are recomputed
+  std::optional<Parts> detour_;  // once these are many
   int32_t next_number_ = 0;      // see Value::number
   int32_t module_ = -1;
   std::shared_ptr<const recompute::Autocast> autocast_;

@@ -39,8 +39,8 @@ class Agents:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", self._nodes]
         command += ["--nproc-per-node", str(nproc), "--max-restarts", "3", "--monitor-interval", "0.2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "elastic"]
-        alive = "keep_alive_interval=1,keep_alive_max_attempt=6"  # by default a lost agent is missed after 15 s
-        command += ["--rdzv-conf", f"last_call_timeout=2,join_timeout=60,{alive}", "--local-addr", "127.0.0.1"]
+        alive = "keep_alive_interval=1,keep_alive_max_attempt=12"  # a loaded machine may be late
+        command += ["--rdzv-conf", f"last_call_timeout=5,join_timeout=60,{alive}", "--local-addr", "127.0.0.1"]
         output = (self._folder / f"agent-{len(self._agents)}.log").open("wb")
         # torchrun gives restarted ranks the store of the ranks before, whose addresses gloo then takes for new ones.
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -27,7 +27,7 @@ constexpr c10::DispatchKeySet kInterceptingKeys =
 // times an odd factor of its place, modulo 2^64.
 uint64_t hash_on_device(const at::Tensor& bytes) {
   constexpr int64_t kWord = 8;
-  constexpr int64_t kChunk = 1 << 20;  // words; bounds the memory of factors and products
+  constexpr int64_t kChunk = 1 << 17;  // words, of 1 MiB; bounds the memory of factors and products
   const c10::impl::ExcludeDispatchKeyGuard no_interception(kInterceptingKeys.add(kRecorderKey));
   const at::NoGradGuard no_grad;
   const auto odd = static_cast<int64_t>(kOddFactor);

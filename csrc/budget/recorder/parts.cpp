@@ -2,6 +2,7 @@
 #include "budget/recorder/parts.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace drivetrain::budget {
 
@@ -22,8 +23,12 @@ void Parts::note_read(int32_t value, const at::Tensor& memory) {
   held_bytes_ += tape_.values[value].bytes;
 }
 
-void Parts::begin_op(int32_t op) {
-  if (saved_bytes_ < part_bytes_) return;
+void Parts::begin_op(int32_t op, int64_t read_bytes) {
+  // A quarter less or more is enough to reach the end of a block, where few values are read.
+  const bool reads_few = 16 * read_bytes <= part_bytes_;
+  if (4 * saved_bytes_ < (reads_few ? 3 : 5) * part_bytes_) return;
+  // A part is at least what one operation saves. To double a smaller one would merge the first parts into a large one.
+  if (!std::exchange(has_parts_, true)) part_bytes_ = saved_bytes_;
   begins_.push_back(op);
   saved_.clear();
   saved_bytes_ = 0;

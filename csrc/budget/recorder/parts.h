@@ -23,8 +23,9 @@ class Parts {
   Parts(const Tape& tape, ValueStore& store, int64_t part_bytes)
       : tape_(tape), store_(store), part_bytes_(part_bytes) {}
 
-  // Begins the operation of this index, and a part if the last one is complete.
-  void begin_op(int32_t op);
+  // Begins the operation of this index, and a part if the last one is complete. A part preferably begins where the
+  // operation reads few bytes of the pass, because these may have to be held.
+  void begin_op(int32_t op, int64_t read_bytes);
   // Notes that autograd saves a value that can be replayed.
   void note_save(int32_t value);
   // Notes that an operation, which will be replayed, has read a value that can be replayed. `memory` has what it read.
@@ -45,6 +46,7 @@ class Parts {
   std::vector<int32_t> begins_;                   // the first operations of the parts after the first
   std::unordered_map<int32_t, size_t> held_for_;  // per held value: the last part that reads it
   std::unordered_set<int32_t> saved_;             // the values that autograd has saved in the last part
+  bool has_parts_ = false;                        // or had
   int64_t part_bytes_;
   int64_t saved_bytes_ = 0;
   int64_t held_bytes_ = 0;

@@ -143,10 +143,9 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   const c10::impl::ExcludeDispatchKeyGuard no_recording(kRecorderKey);
   forget_running_op();  // one that failed leaves entries
   saving_op_ = static_cast<int32_t>(tape_.ops.size());
-  if (profile_ != nullptr) profile_->parts().begin_op(saving_op_);
   // A pass with fewer bytes outside of the plan keeps the budget without parts, and recomputes less.
   if (!detour_ && unplanned_bytes_ > 2 * part_bytes()) detour_.emplace(tape_, store_, part_bytes());
-  if (detour_) detour_->begin_op(saving_op_);
+  if (!traits.is_view) begin_op_in_parts(handle, *stack);
   arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
   RecordedOp op(handle, traits, keys, module_);
   if (!traits.is_view) op.planned = cursor_.find(traits.name);

@@ -72,6 +72,7 @@ class Recording {
 
   bool needs_anchor(int32_t value) const;
   bool has_room_for(const Value& value) const;
+  void begin_op_in_parts(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   int64_t part_bytes() const;
   void record_arguments(RecordedOp& op, const torch::jit::Stack& stack, bool may_be_replayed);
   void record_ambient_state(RecordedOp& op, const torch::jit::Stack& stack);

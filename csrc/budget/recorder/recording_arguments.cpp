@@ -26,6 +26,19 @@ std::optional<c10::Device> only_device_of(c10::ArrayRef<c10::IValue> arguments) 
 
 }  // namespace
 
+// Begins the operation in the parts of the pass, if it has parts.
+void Recording::begin_op_in_parts(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (profile_ == nullptr && !detour_) return;
+  int64_t read_bytes = 0;
+  for (const c10::IValue& argument : torch::jit::last(stack, op.schema().arguments().size())) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor, int32_t) {
+      const auto found = is_plain(tensor) ? known_.find(tensor.storage().unsafeGetStorageImpl()) : known_.end();
+      if (found != known_.end() && found->second.value >= 0) read_bytes += tape_.values[found->second.value].bytes;
+    });
+  }
+  (profile_ != nullptr ? profile_->parts() : *detour_).begin_op(saving_op_, read_bytes);
+}
+
 // Records what the operation reads and writes, and, if may_be_replayed, all that a replay needs.
 void Recording::record_arguments(RecordedOp& op, const torch::jit::Stack& stack, bool may_be_replayed) {
   const OpTraits& traits = *op.traits;

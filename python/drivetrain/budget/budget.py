@@ -46,13 +46,14 @@ def activation_budget(
     Profiles one run of `step_fn`, which calls each operation of forward twice to check that it is deterministic.
     Backward recomputes there what it needs, which times the operations. A solver then decides for every saved tensor
     whether to save or to recompute it. A second run uses the plan and compares its peak with the budget. From then on
-    the model follows the plan in any training loop. If the second run takes another path, both are repeated.
+    the model follows the plan in any training loop. If the second run takes another path, both are repeated. So is the
+    profile if the budget is too small for it, because the first step of a model may keep more than later ones.
 
     Gradients have the same bits as without a budget. Recomputation calls the same kernels on the same values, with the
     same random numbers, and does not call your code again. So side effects of your code happen once, and BatchNorm
     updates its running statistics once. A step on another path than the profiled ones is also correct: operations that
-    the plan has follow it. Results of the others are kept up to a fortieth of the budget. Beyond it the pass is
-    recomputed part by part, as under checkpointing of blocks.
+    the plan has follow it. Results of the others are kept up to a fortieth of the budget, and recomputed beyond it. A
+    pass with many such results is recomputed part by part, as under checkpointing of blocks.
 
     Results of an operation are always saved if it is not deterministic or writes to tensors from before the pass, such
     as KV caches. Results of code outside torch's dispatcher, such as kernels called with pointers, are also saved.

@@ -173,7 +173,10 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
     if (value >= 0) add_unseen_write(value, tensor);
   }
   if (traits.is_view && unresolved_.empty()) return;
-  const bool can_recompute = may_be_replayed && op.can_replay();
+  // A write through another view of such a value would not be seen, so a replay might read a later version.
+  const bool reads_parts = std::any_of(op.reads.begin(), op.reads.end(),
+                                       [&](int32_t read) { return tape_.values[read].has_independent_versions; });
+  const bool can_recompute = may_be_replayed && op.can_replay() && !reads_parts;
   record_results(std::move(op), can_recompute, stack);
   resolve_saved();
   forget_running_op();
@@ -281,7 +284,7 @@ void Recording::mark_replayable(const RecordedOp& op, bool can_recompute) {
   bool has_all = can_recompute;
   for (const int32_t read : op.reads) {
     const Value& value = tape_.values[read];
-    has_all = has_all && !value.has_independent_versions && (value.is_replayable || store_.has(read));
+    has_all = has_all && (value.is_replayable || store_.has(read));
   }
   for (const OpResult& result : op.writes) {
     Value& value = tape_.values[result.value];

@@ -99,7 +99,9 @@ void StepGradients::hand_back(size_t param, bool used) {
   ParamStep& step = steps_[param];
   const Parameter& of = params_[param];
   if (step.delegated) return;
-  if (!used) {
+  // Under gradient_as_bucket_view=True, torch leaves the mean in a kept gradient also where no rank used the parameter.
+  const bool keeps_mean = buffer_.settings.stays_views && !of.sparse && step.untouched.defined();
+  if (!used && !keeps_mean) {
     if (step.untouched.defined()) of.tensor.mutable_grad().copy_(step.untouched);
     return;
   }

@@ -6,7 +6,7 @@ The seed is printed. `SEED` repeats it, and `WHOLE=1` draws 10,000 sequences.
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from script_actions import Action, play
 
@@ -44,6 +44,8 @@ actions: st.SearchStrategy[list[Action]] = st.lists(
     min_size=2,
     max_size=10,
 )
+VIEWS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+UNUSED = {"seed": 0, "use_optional": False, "syncs": True}
 options = st.fixed_dictionaries(
     {
         "find_unused_parameters": st.booleans(),
@@ -63,10 +65,11 @@ def test_drawn_scripts_give_torchs_bits(on_ranks: OnRanks) -> None:
         max_examples=rounds(60, 10_000),
         deadline=None,
         database=None,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
     @given(options, actions)
+    @example(VIEWS, [("join", {"seed": 0, "more": 1, "divides": False}), ("step", UNUSED)])  # ranks have other gradients
     def follow(options: dict[str, Any], actions: list[Action]) -> None:
         found = on_ranks(play, options, actions)
         assert found == [None, None], f"SEED={SEED}: {found}"

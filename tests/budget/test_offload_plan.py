@@ -145,7 +145,7 @@ def test_copies_back_start_where_the_plan_says() -> None:
     recorder.set_plans(
         [
             [
-                PlannedOp("aten::exp", form, False, None, (), starts)
+                PlannedOp("aten::exp", form, False, prefetches=starts)
                 for form, starts in zip((host, host, kept), prefetches, strict=True)
             ]
         ]

@@ -115,9 +115,9 @@ def test_drawn_paths_keep_most_of_the_budget(seed: int) -> None:
 
 @pytest.mark.parametrize("case", activation_paths.cases(), ids=attrgetter("name"))
 def test_other_paths_keep_the_budget(case: activation_paths.Case) -> None:
-    # A tensor of these models is up to a twelfth of the budget, so one or two more make the difference.
     budget, kept = activation_paths.kept_of(case)  # compares gradients with gradients without a budget
-    assert kept <= (1.3 if "convolutions" in case.name else 1.25 if "trees" in case.name else 1.07) * budget
+    # A tensor of the convolutions is a twentieth of the budget, so two or three more make the difference.
+    assert kept <= (1.15 if "convolutions" in case.name else 1.05) * budget
 
 
 def test_the_first_step_above_the_budget_warns_once() -> None:

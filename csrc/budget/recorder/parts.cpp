@@ -17,7 +17,7 @@ void Parts::note_read(int32_t value, const at::Tensor& memory) {
     held->second = begins_.size();
     return;
   }
-  if (!store_.has(value) && !is_far(value)) return;
+  if (!store_.has(value) && is_near(value, begins_.size())) return;
   held_for_.emplace(value, begins_.size());
   store_.hold(value, memory);
   held_bytes_ += tape_.values[value].bytes;
@@ -33,31 +33,36 @@ void Parts::begin_op(int32_t op, int64_t read_bytes) {
   saved_.clear();
   saved_bytes_ = 0;
   // Values that were held later may have brought these near. A value is near to those before it.
-  std::vector<int32_t> held;
-  for (const auto& [value, _] : held_for_) held.push_back(value);
+  std::vector<std::pair<int32_t, size_t>> held(held_for_.begin(), held_for_.end());
   std::sort(held.begin(), held.end());
-  for (const int32_t value : held) {
-    if (!is_far(value)) let_go(value);
+  for (const auto& [value, part] : held) {
+    if (is_near(value, part)) let_go(value);
   }
   while (held_bytes_ > 2 * part_bytes_ && !begins_.empty()) merge();
 }
 
-// Returns whether a replay of the value from held ones would make more than a quarter of a part.
-bool Parts::is_far(int32_t value) const {
+// Returns whether a replay of the value, for an operation of that part, would make at most a quarter of a part from
+// held values. If so, these are held for that part too.
+bool Parts::is_near(int32_t value, size_t part) {
   int64_t bytes = 0;
+  std::vector<int32_t> sources;
   std::unordered_set<int32_t> seen{value};
   std::vector<int32_t> todo{value};
   while (!todo.empty()) {
     const Value& next = tape_.values[todo.back()];
     todo.pop_back();
     bytes += next.bytes;
-    if (4 * bytes > part_bytes_) return true;
+    if (4 * bytes > part_bytes_) return false;
     if (next.op < 0) continue;
     for (const int32_t read : tape_.ops[next.op].reads) {
-      if (!store_.has(read) && seen.insert(read).second) todo.push_back(read);
+      if (seen.insert(read).second) (store_.has(read) ? sources : todo).push_back(read);
     }
   }
-  return false;
+  for (const int32_t source : sources) {
+    const auto held = held_for_.find(source);
+    if (held != held_for_.end()) held->second = std::max(held->second, part);
+  }
+  return true;
 }
 
 void Parts::keep(int32_t value) {

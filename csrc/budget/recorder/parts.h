@@ -37,7 +37,7 @@ class Parts {
 
  private:
   size_t part_of(int32_t op) const;
-  bool is_far(int32_t value) const;
+  bool is_near(int32_t value, size_t part);
   void let_go(int32_t value);
   void merge();
 

@@ -21,16 +21,17 @@ namespace drivetrain::budget {
 namespace {
 
 // The fields of PlannedOp, in the order in which `python/drivetrain/budget/plan.py` names them.
-using PlainPlannedOp = std::tuple<std::string, std::vector<int8_t>, bool, std::optional<uint64_t>, std::vector<bool>,
+using PlainPlannedOp = std::tuple<std::string, std::vector<int8_t>, bool, uint64_t, bool, std::vector<bool>,
                                   std::vector<std::vector<PlannedWrite>>, std::string, std::vector<int32_t>, int64_t>;
 
 std::vector<TapePlan> plans_of(const std::vector<std::vector<PlainPlannedOp>>& plans) {
   std::vector<TapePlan> made;
   for (const auto& plan : plans) {
     std::vector<PlannedOp>& ops = made.emplace_back().ops;
-    for (const auto& [name, formats, is_replayed, unhooked_arguments, unhooked, prefetches, module, numbers, kept] :
-         plan) {
-      ops.push_back({name, formats, is_replayed, unhooked_arguments, unhooked, prefetches, module, numbers, kept});
+    for (const auto& [name, formats, is_replayed, arguments, needs_no_hooks, unhooked, prefetches, module, numbers,
+                      most] : plan) {
+      ops.push_back(
+          {name, formats, is_replayed, arguments, needs_no_hooks, unhooked, prefetches, module, numbers, most});
       ops.back().unhooked.resize(formats.size());
       ops.back().numbers.resize(formats.size());
     }

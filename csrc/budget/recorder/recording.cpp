@@ -144,7 +144,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   forget_running_op();  // one that failed leaves entries
   saving_op_ = static_cast<int32_t>(tape_.ops.size());
   // A pass with fewer bytes outside of the plan keeps the budget without parts, and recomputes less.
-  if (!detour_ && unplanned_bytes_ > 2 * part_bytes()) detour_.emplace(tape_, store_, part_bytes());
+  if (!detour_ && unplanned_bytes_ > part_bytes()) detour_.emplace(tape_, store_, part_bytes());
   if (!traits.is_view) begin_op_in_parts(handle, *stack);
   arguments_ = mix(traits.identity, static_cast<uint64_t>(c10::GradMode::is_enabled()));
   RecordedOp op(handle, traits, keys, module_);
@@ -165,8 +165,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   }
   op.arguments = arguments_;
   // Hooks that were pushed inside of this pass must be called.
-  const bool is_unhooked =
-      planned != nullptr && planned->unhooked_arguments == arguments_ && num_hooks() == num_hooks_ && !detour_;
+  const bool is_unhooked = is_as_planned(op) && planned->needs_no_hooks && num_hooks() == num_hooks_ && !detour_;
   run(handle, keys, stack, is_unhooked);
   for (const at::Tensor& tensor : communicated) {
     const int32_t value = is_plain(tensor) ? value_of(tensor, false) : -1;
@@ -346,21 +345,24 @@ bool Recording::needs_anchor(int32_t index) const {
   return detour_ ? (is_read_again && has_room_for(value)) || detour_->is_of_earlier_part(value) : is_read_again;
 }
 
+// Returns whether it has matched a planned operation that has the same arguments.
+bool Recording::is_as_planned(const RecordedOp& op) const {
+  return op.planned >= 0 && tape_.plan->ops[op.planned].arguments == op.arguments;
+}
+
 // Returns the bytes of a part of a pass that has left its plan. Larger parts leave less of the budget for what the plan
 // stores, and smaller ones have more inputs to hold.
 int64_t Recording::part_bytes() const {
-  constexpr int64_t kParts = 8;  // of the budget
+  constexpr int64_t kParts = 6;  // of the budget
   return store_.formats().budget_bytes / kParts;
 }
 
 // Returns whether a replayable value may be stored. A pass that has left its plan stores no more than the plan does up
-// to the same operation, and a little.
+// to the same operation, and what the budget leaves.
 bool Recording::has_room_for(const Value& value) const {
-  constexpr int64_t kParts = 40;  // of the budget
   if (divergence_.empty()) return true;
   const int64_t budget = store_.formats().budget_bytes;
-  int64_t most = cursor_.next() == 0 ? 0 : tape_.plan->ops[cursor_.next() - 1].kept_bytes;
-  most += budget / kParts;
+  int64_t most = cursor_.next() == 0 ? 0 : tape_.plan->ops[cursor_.next() - 1].most_bytes;
   if (detour_) most = std::min(most, budget - 3 * part_bytes());  // two for what the parts hold, one for a replay
   return store_.bytes() + value.bytes <= most;
 }
@@ -417,7 +419,7 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
                                                : value.format != kRecomputed && has_room_for(value);
     if (!is_stored) {
       if (detour_) detour_->note_save(saved.ref.value);
-      if (value.number < -1) unplanned_bytes_ += value.bytes;
+      if (!divergence_.empty() && !is_as_planned(tape_.ops[value.op])) unplanned_bytes_ += value.bytes;
       return;
     }
   }

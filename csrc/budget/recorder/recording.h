@@ -70,6 +70,7 @@ class Recording {
   void mark_unrecorded(int32_t value, const at::Tensor& tensor);
   void hold_for_profile(int32_t value, const at::Tensor& tensor);
 
+  bool is_as_planned(const RecordedOp& op) const;
   bool needs_anchor(int32_t value) const;
   bool has_room_for(const Value& value) const;
   void begin_op_in_parts(const c10::OperatorHandle& op, const torch::jit::Stack& stack);

@@ -44,14 +44,14 @@ struct PlannedOp {
   std::string name;             // "aten::addmm"
   std::vector<int8_t> formats;  // StorageFormat per value that it writes
   bool is_replayed;             // backward calls it again, so its arguments must be recorded
-  // If its arguments have this hash, autograd saves only unchanged values in it and needs no hooks.
-  std::optional<uint64_t> unhooked_arguments;
-  std::vector<bool> unhooked;  // per value that it writes: whether an operation without hooks saves it
+  uint64_t arguments;           // as RecordedOp::arguments
+  bool needs_no_hooks;          // autograd saves only unchanged values in it, if it has these arguments
+  std::vector<bool> unhooked;   // per value that it writes: whether an operation without hooks saves it
   // Per value that it writes: the offloaded values whose copy back starts once backward has taken that value.
   std::vector<std::vector<PlannedWrite>> prefetches;
   std::string module;            // the name of the module that calls it, for error messages
   std::vector<int32_t> numbers;  // of the values that it writes, in the profiled pass
-  int64_t kept_bytes;            // by the profiled pass under this plan, up to this operation
+  int64_t most_bytes;            // that a pass on another path may keep up to this operation
 };
 struct TapePlan {
   std::vector<PlannedOp> ops;

@@ -420,7 +420,7 @@ class ActivationPlan(_C.ActivationScope):
 
     def _install(self) -> None:
         self._recorder.set_formats([], self._pool, self.budget_bytes)
-        self._recorder.set_plans(self._chosen.tape_plans(self._trace))
+        self._recorder.set_plans(self._chosen.tape_plans(self._trace, self.budget_bytes))
         if self._recording is None:
             self._recording = Recording(self._model, self._recorder).__enter__()
         self._recorder.set_limit(min(_NO_LIMIT, int(_TOLERANCE * self.budget_bytes)))

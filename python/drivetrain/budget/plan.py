@@ -24,14 +24,14 @@ class PlannedOp(NamedTuple):
     name: str
     forms: Sequence[int]  # per output: RECOMPUTE, SAVE, UNPLANNED or a storage format
     is_replayed: bool
-    # A hash of arguments with which autograd saves only unchanged tensors in this operation, so hooks are not needed.
-    unhooked_arguments: int | None = None
+    arguments: int = 0  # a hash of the tensors it is given
+    needs_no_hooks: bool = False  # autograd saves only unchanged tensors in it
     unhooked: Sequence[bool] = ()  # per output: such an operation saves it; empty: none
     # Per output: the offloaded values (operation, result) whose copies back start when backward takes the output.
     prefetches: Sequence[Sequence[tuple[int, int]]] = ()
     module: str = ""  # in which it is called, for errors
     numbers: Sequence[int] = ()  # of the outputs among the values of the profiled pass
-    kept_bytes: int = 0  # of the profiled pass under this plan, up to this operation
+    most_bytes: int = 0  # that a pass on another path may keep up to this operation
 
 
 @dataclasses.dataclass
@@ -51,8 +51,9 @@ class ChosenPolicy:
         """The most bytes that the pool of host memory reserves for offloaded values."""
         return 0 if self.copies is None else self.copies.host_bytes
 
-    def tape_plans(self, trace: Trace) -> list[list[PlannedOp]]:
-        """Returns the plans of each pass, in order."""
+    def tape_plans(self, trace: Trace, budget_bytes: int = 0) -> list[list[PlannedOp]]:
+        """Returns the plans of each pass, in order. A pass on another path may also keep what the budget leaves."""
+        left_bytes = max(0, budget_bytes - self.peak_bytes)
         needed, replayed = self.needed(trace)
         started_by: dict[int, list[int]] = {}
         for value, at in self.copies.prefetches if self.copies is not None else ():
@@ -83,7 +84,8 @@ class ChosenPolicy:
                         op.name,
                         [stored_as[write] for write in op.writes],
                         index in replayed[which],
-                        one.arguments[index] if index in saved else None,
+                        one.arguments[index],
+                        index in saved,
                         [write in unhooked for write in op.writes],
                         [
                             [made_by[value - begin] for value in started_by.get(begin + write, ())]
@@ -91,7 +93,7 @@ class ChosenPolicy:
                         ],
                         trace.modules[op.module] if op.module >= 0 else "",
                         op.writes,
-                        kept_bytes,
+                        kept_bytes + left_bytes,
                     )
                     for index, (op, kept_bytes) in enumerate(zip(one.ops, kept, strict=True))
                 ]

@@ -389,7 +389,7 @@ class ActivationProfileEnded(BaseException): ...
 def activation_recorder_key() -> str: ...
 
 _PlannedOp: TypeAlias = tuple[
-    str, Sequence[int], bool, int | None, Sequence[bool], Sequence[Sequence[tuple[int, int]]], str, Sequence[int], int
+    str, Sequence[int], bool, int, bool, Sequence[bool], Sequence[Sequence[tuple[int, int]]], str, Sequence[int], int
 ]
 
 class ActivationRecorder:

@@ -335,10 +335,7 @@ def gradients(model: nn.Module, step: Step) -> dict[str, Tensor]:
 def ask_all_hooks(plan: drivetrain.budget.ActivationPlan) -> None:
     """Makes the recorder hook all saved tensors from here on."""
     plan._recorder.set_plans(
-        [
-            [op._replace(needs_no_hooks=False, unhooked=()) for op in one]
-            for one in plan._chosen.tape_plans(plan._trace)
-        ]
+        [[op._replace(needs_no_hooks=False, unhooked=()) for op in one] for one in plan._chosen.tape_plans(plan._trace)]
     )
 
 

@@ -20,25 +20,36 @@ _NOT_THE_USERS = (
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
-def stack_of(innermost: FrameType) -> list[FrameType]:
-    """Returns the frame and its callers, innermost first.
+_reading = threading.Lock()  # one thread at a time pauses garbage collection
+os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
 
-    Garbage collection pauses meanwhile: `f_back` of another thread's frame allocates an object, and Python 3.11 reads
-    that frame afterwards. A collection in between may run a destructor that gives up the GIL, and the other thread may
+
+def stack_of(innermost: FrameType) -> list[FrameType]:
+    """Returns a frame of this thread and its callers, innermost first."""
+    stack = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    return stack
+
+
+def stack_of_thread(ident: int) -> list[FrameType]:
+    """Returns the frames that a thread runs, innermost first; none if it has ended.
+
+    Garbage collection pauses meanwhile: Python 3.11 allocates an object for another thread's frame, and reads that
+    frame afterwards. A collection in between may run a destructor that gives up the GIL, and the other thread may
     return from the frame.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        stack = []
-        frame: FrameType | None = innermost
-        while frame is not None:
-            stack.append(frame)
-            frame = frame.f_back
-        return stack
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _reading:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            innermost = sys._current_frames().get(ident)
+            return [] if innermost is None else stack_of(innermost)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def users_line(stack: list[FrameType]) -> str:
@@ -58,10 +69,9 @@ def _short(path: str) -> str:
 
 def place_of(thread: threading.Thread) -> str:
     """Returns the line that another thread runs, outside of the standard library; it reads "store.py:88 in close"."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    if frame is None:
+    stack = stack_of_thread(thread.ident or 0)
+    if not stack:
         return "its end"
-    stack = stack_of(frame)
     inner = next((one for one in stack if not _is_in_standard_library(one.f_code.co_filename)), stack[0])
     return f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno} in {inner.f_code.co_name}"
 

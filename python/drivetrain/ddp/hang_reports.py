@@ -10,7 +10,6 @@ import ctypes
 import logging
 import math
 import os
-import sys
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..frames import self_of, stack_of, users_line
+from ..frames import self_of, stack_of_thread, users_line
 from ..processes import has_ended, this_process
 from . import watchdog
 from .control_block import RankRecord, StepPosition, control_block_of
@@ -343,10 +342,9 @@ def _rounded(seconds: float) -> str:
 
 def _where(thread: int, modules: _Modules) -> str:
     """Returns where that thread is: "in layer9.mlp (train.py:88 in forward)", or "at train.py:52 in train"."""
-    innermost = sys._current_frames().get(thread)
-    if innermost is None:
+    stack = stack_of_thread(thread)
+    if not stack:
         return "nowhere: the thread that built the model has ended"
-    stack = stack_of(innermost)
     line = users_line(stack)
     for frame in stack:
         module = self_of(frame)

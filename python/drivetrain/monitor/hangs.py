@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import _C
-from ..frames import stack_of, users_line
+from ..frames import stack_of_thread, users_line
 from ..phases import LABELS, PHASES
 
 LIMIT_S = 20.0
@@ -61,10 +60,9 @@ class HangWatch:
         if quiet_s < self._next_s:
             return None
         self._next_s = 2 * quiet_s
-        innermost = sys._current_frames().get(self._thread)
         where, stack = "nowhere: its training thread has ended", ""
-        if innermost is not None:
-            where, stack = users_line(stack_of(innermost)), "".join(traceback.format_stack(innermost))
+        if frames := stack_of_thread(self._thread):
+            where, stack = users_line(frames), "".join(traceback.format_stack(frames[0]))
         text = f"rank {self._rank} has stood still for {quiet_s:.0f} s in step {step}"
         return Hang(phase, where, quiet_s, f"{text}, in the phase {LABELS[phase]!r} at {where}", stack)
 

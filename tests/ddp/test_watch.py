@@ -608,6 +608,15 @@ def test_bad_limits_are_named() -> None:
     assert "argument 'report_hang_after' differs: rank 0: 1.0; rank 1: 2.0" in differs
 
 
+def test_host_names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server that does not answer stopped each question for five seconds."""
+    store, lookups = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), list[Any]()
+    monkeypatch.setattr(control_block, "_tcp_store_in", lambda store: lookups.append(store) or store)
+    block = ControlBlock(store, "drivetrain/", [0], 0, "host", 1.0)
+    assert [block.ask(lambda store: store.add("count", 1)) for _ in range(3)] == [1, 2, 3]
+    assert len(lookups) == 1
+
+
 def test_frames_are_read_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A destructor that gave up the GIL in a collection let the other thread leave the frame that was being read."""
     collects: list[bool] = []

@@ -100,6 +100,7 @@ class ControlBlock:
         self.seen: list[Status | None] = [None] * len(ranks)  # by rank, as last read
         self.last: list[RankRecord | None] = [None] * len(ranks)  # of this host's ranks, and of those fetched
         self._process = os.getpid()
+        self._socket: int | None = None  # of the store's connection; unknown before the first question
         self._lock = threading.Lock()
         self._is_asking = False
 
@@ -230,7 +231,9 @@ class ControlBlock:
             def ask() -> None:
                 answer = None
                 try:
-                    if _has_hung_up(store):
+                    if self._socket is None:
+                        self._socket = _socket_of(store)
+                    if _has_hung_up(self._socket):
                         raise ConnectionError("its server has closed the connection")
                     answer = question(store)
                 except Exception as error:
@@ -299,11 +302,19 @@ def _tcp_store_in(store: Any) -> TCPStore | None:
     return store if isinstance(store, TCPStore) else None
 
 
-def _has_hung_up(store: Any) -> bool:
-    """Returns True if the server has closed our connection. A call that finds this makes torch print a stack trace."""
+def _socket_of(store: Any) -> int:
+    """Returns the file descriptor of the store's connection, -1 if it has none.
+
+    torch tells it in a text with host names. Looking them up takes seconds where the name server is slow.
+    """
     found = re.search(r"client=\S*?fd=(\d+)", repr(_tcp_store_in(store)))
-    if found is None:
+    return -1 if found is None else int(found[1])
+
+
+def _has_hung_up(connection: int) -> bool:
+    """Returns True if the server has closed our connection. A call that finds this makes torch print a stack trace."""
+    if connection < 0:
         return False
     poll = select.poll()
-    poll.register(int(found[1]), select.POLLRDHUP)
+    poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

@@ -115,8 +115,9 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path, victim: int, every: int 
         lines = agents.lines()
     begins = {line["restart"]: line["begin"] for line in lines if "begin" in line}
     assert begins[0] == 0
-    # Without `every` each step is saved before the next one begins: step 8 was in progress.
-    assert begins[1] in ((7,) if every is None else (3, 6)), agents.output()
+    # Without `every` each step is saved before the next one begins: step 8 was in progress. With it, a save that is due
+    # while the one before is being written comes a step later.
+    assert begins[1] in ((7,) if every is None else (3, 6, 7)), agents.output()
     assert_each_sample_once(lines, begins[1], lambda line: line["restart"] == 1)
     ends = [line for line in lines if "end" in line]
     assert [line["end"] for line in ends] == [EPOCHS * SAMPLES // (2 * BATCH)] * 2

@@ -67,6 +67,8 @@ class Runner:
         source, python = self.source_of(suite), self.environment_of(suite)
         torchs = self.outcomes(suite, source, python, "torch")
         passed = {test for test, outcome in torchs.items() if outcome.outcome == "passed"}
+        if not passed:
+            raise RuntimeError(f"no test passed with torch's classes; {self.scratch / suite.name}-torch.log says why")
         ours = self.outcomes(suite, source, python, "swapped", passed)
         differing = {test for test in passed if ours.get(test, Outcome("failed", "did not run")).outcome != "passed"}
         again: dict[str, dict[str, Outcome]] = {"torch": {}, "swapped": {}}
@@ -151,6 +153,7 @@ class Runner:
             chosen.write_text("\n".join(sorted(only)))
             environment["ONLY"] = str(chosen)
         command = [python, "-m", "pytest", "-p", "recorder", "-p", "no:cacheprovider", "-o", "addopts=", "-q"]
+        command += ["-W", "ignore::DeprecationWarning"]  # some suites make errors of them, and torch has new ones
         command += [*(["-k", suite.skips] if suite.skips else []), *suite.paths]
         task = self.progress.add_task(f"{suite.name}, {kind} {label}", total=None)
         for _ in range(MOST_CRASHES):

@@ -31,7 +31,7 @@ ACCELERATE = ("optimizer", "scheduler", "accelerator", "grad_sync", "kwargs_hand
 SKORCH = ("net", "classifier", "regressor", "setter", "toy")
 IGNITE = ("param_scheduler", "lr_finder", "ema_handler", "checkpoint", "state_param_scheduler", "time_limit")
 OPACUS = ("gradient_accumulation", "privacy_engine_validation", "mixed_precision", "batch_memory_manager")
-OPACUS += ("per_sample_gradients_utils", "privacy_engine", "randomness", "validators/module_validator")
+OPACUS += ("per_sample_gradients_utils", "privacy_engine", "randomness", "module_validator")
 
 PACKAGED = (
     Suite(

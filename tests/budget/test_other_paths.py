@@ -86,6 +86,15 @@ def test_other_paths_keep_the_budget(case: activation_paths.Case) -> None:
     assert kept <= (1.15 if "convolutions" in case.name or "trees" in case.name else TOLERANCE) * budget
 
 
+def test_another_path_keeps_what_the_budget_leaves() -> None:
+    case = next(case for case in activation_paths.cases() if case.name == "no planned operation")
+    plan = drivetrain.activation_budget(case.model, step_of(case.model, *case.planned), 10**9)
+    step = step_of(case.model, *case.draw())
+    step()
+    assert plan.replay_seconds == 0
+    plan.remove()
+
+
 def test_the_first_step_above_the_budget_warns_once() -> None:
     model, x, mask = chain()
     plan = drivetrain.activation_budget(model, step_of(model, x, mask), "40%")

@@ -362,7 +362,8 @@ int64_t Recording::part_bytes() const {
 bool Recording::has_room_for(const Value& value) const {
   if (divergence_.empty()) return true;
   const int64_t budget = store_.formats().budget_bytes;
-  int64_t most = cursor_.next() == 0 ? 0 : tape_.plan->ops[cursor_.next() - 1].most_bytes;
+  const std::vector<PlannedOp>& plan = tape_.plan->ops;
+  int64_t most = plan.empty() ? 0 : plan[std::max(cursor_.next() - 1, 0)].most_bytes;
   if (detour_) most = std::min(most, budget - 3 * part_bytes());  // two for what the parts hold, one for a replay
   return store_.bytes() + value.bytes <= most;
 }

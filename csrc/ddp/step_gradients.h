@@ -84,8 +84,8 @@ class StepGradients {
   void take(size_t param, double scale);
   // Puts this rank's part of the sum where the transport takes it: the gradient, the kept gradient, or zeros.
   void put_in(size_t param, double scale);
-  // Makes the reduced value `.grad`. used: a rank used the parameter; else `.grad` stays as it was, unless
-  // it is a bucket's view.
+  // Makes the reduced value `.grad`. used: a rank used the parameter; else `.grad` stays as it was, except under
+  // gradient_as_bucket_view=True.
   void hand_back(size_t param, bool used);
   // Copies a communication hook's result to the gradients of full precision that the hook made (mixed precision).
   void copy_to_full_precision(const Bucket& bucket, const at::Tensor& result);

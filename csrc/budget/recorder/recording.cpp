@@ -173,9 +173,9 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   }
   if (traits.is_view && unresolved_.empty()) return;
   // A write through another view of such a value would not be seen, so a replay might read a later version.
-  const bool reads_parts = std::any_of(op.reads.begin(), op.reads.end(),
-                                       [&](int32_t read) { return tape_.values[read].has_independent_versions; });
-  const bool can_recompute = may_be_replayed && op.can_replay() && !reads_parts;
+  const bool reads_chunks = std::any_of(op.reads.begin(), op.reads.end(),
+                                        [&](int32_t read) { return tape_.values[read].has_independent_versions; });
+  const bool can_recompute = may_be_replayed && op.can_replay() && !reads_chunks;
   record_results(std::move(op), can_recompute, stack);
   resolve_saved();
   forget_running_op();

@@ -52,7 +52,7 @@ def activation_budget(
     Gradients have the same bits as without a budget. Recomputation calls the same kernels on the same values, with the
     same random numbers, and does not call your code again. So side effects of your code happen once, and BatchNorm
     updates its running statistics once. A step on another path than the profiled ones is also correct: operations that
-    the plan has follow it. Results of the others are kept up to a fortieth of the budget, and recomputed beyond it. A
+    the plan has follow it. Results of the others are recomputed, unless the budget is larger than the plan needs. A
     pass with many such results is recomputed part by part, as under checkpointing of blocks.
 
     Results of an operation are always saved if it is not deterministic or writes to tensors from before the pass, such

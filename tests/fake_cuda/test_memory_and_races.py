@@ -30,6 +30,22 @@ def test_a_host_access_is_found_and_named(new_errors: Errors) -> None:
 
 
 @pytest.mark.fake_cuda_errors
+def test_a_report_does_not_use_the_alternate_signal_stack(new_errors: Errors) -> None:
+    class Stack(ctypes.Structure):
+        _fields_ = (("begin", ctypes.c_void_p), ("flags", ctypes.c_int), ("bytes", ctypes.c_size_t))
+
+    x = torch.ones(4, device="cuda")
+    torch.cuda.synchronize()
+    memory = ctypes.create_string_buffer(1 << 16)
+    libc, former = ctypes.CDLL(None), Stack()
+    assert libc.sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 1 << 16)), ctypes.byref(former)) == 0
+    ctypes.string_at(x.data_ptr(), 1)
+    assert libc.sigaltstack(ctypes.byref(former), None) == 0
+    assert new_errors()
+    assert not any(memory.raw)
+
+
+@pytest.mark.fake_cuda_errors
 def test_a_host_access_ends_the_process() -> None:
     script = "import torch, ctypes; x = torch.ones(4, device='cuda'); ctypes.memset(x.data_ptr(), 0, 4); print('on')"
     done = subprocess.run(

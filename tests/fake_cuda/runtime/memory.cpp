@@ -128,7 +128,8 @@ Memory& memory() {
   backtrace(frame, 1);  // loads its library now, which a signal handler must not do
   struct sigaction action = {};
   action.sa_sigaction = &on_fault;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+  // The alternate stack, which faulthandler allocates, is too small for a report: it would write beyond its end.
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &made->former);
   return *made;
 }

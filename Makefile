@@ -17,7 +17,7 @@ NVCC := $(shell command -v nvcc 2> /dev/null)
 BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(BUILD_EXTRAS)
 
 # The suite runs in three processes, one file at a time, because many tests wait or use one thread. ARGS="..." runs in one.
-IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not sanitizer"
+IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not sanitizer"
 
 .PHONY: help train test test-native test-fake-cuda fake-cuda-defects faults doctor-faults cluster strangers crashes compare time-to-quality accuracy
 .PHONY: bench gpu-check gpu-wheels gpu-table

@@ -51,6 +51,6 @@ status=0
 for seed in ${SEEDS:-1 2 3}; do
   echo "== the stand-in's own tests, and tests marked gpu, seed $seed"
   FAKE_CUDA_SEED=$seed "$layer/bin/python" -m pytest -p fake_cuda_plugin --numprocesses 2 --dist loadfile --quiet \
-    -m "gpu or fake_cuda" tests/fake_cuda "${files[@]}" || status=1
+    --max-worker-restart 0 -m "gpu or fake_cuda" tests/fake_cuda "${files[@]}" || status=1
 done
 exit $status

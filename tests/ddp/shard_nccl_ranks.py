@@ -5,6 +5,7 @@ are those of the CPU's tests, on another default device.
 """
 
 import copy
+import inspect
 import os
 import tempfile
 import warnings
@@ -40,25 +41,25 @@ except ModuleNotFoundError:  # a GPU
     fake_cuda = None
 
 cases: dict[str, Callable[[], Any]] = {
-    "bits": test_shard.compare_bits,
-    "formats": test_shard.compare_formats,
-    "sums": test_shard.compare_sums,
-    "muon": test_shard.compare_muon,
-    "moves_between_steps": test_shard.compare_modes,
-    "unsharded_states": test_shard.wrap_after_steps,
-    "accumulation": test_shard.compare_accumulation,
-    "kept_gradients": test_shard.check_kept_gradients,
-    "penalty": test_shard.compare_penalty_steps,
-    "scalers": test_shard.compare_scalers,
-    "main_grads_and_states": test_shard.compare_main_grads,
-    "main_grads": test_shard_windows.compare_main_grads,
+    "bits": test_shard.test_element_wise_steps_have_the_bits_of_the_unsharded_wrapper,
+    "formats": test_shard.test_storage_formats_have_the_same_bits_where_parts_are_whole_blocks,
+    "sums": test_shard.test_rules_with_sums_over_parameters_agree_with_the_unsharded_wrapper,
+    "muon": test_shard.test_muon_agrees_with_the_unsharded_wrapper,
+    "moves_between_steps": test_shard.test_parameters_that_move_between_steps_are_gathered,
+    "unsharded_states": test_shard.test_states_of_unsharded_steps_are_divided,
+    "accumulation": test_shard.test_gradients_are_collected_and_clipped,
+    "kept_gradients": test_shard.test_gradients_are_kept,
+    "penalty": test_shard.test_a_step_counts_gradients_of_backwards_past_the_wrapper,
+    "scalers": test_shard.test_scalers_skip_the_same_steps_on_every_rank,
+    "main_grads_and_states": test_shard.test_main_grads_work_with_sharded_states,
+    "main_grads": test_shard_windows.test_main_gradients_are_kept_as_float32_rows,
     "windows": test_shard_windows.compare_windows,
     "clipped_windows": test_shard_windows.compare_clipped_windows,
-    "restored_windows": test_shard_windows.continue_in_a_window,
-    "weights": test_shard_windows.check_weights,
-    "losses_from_elsewhere": test_shard_windows.check_losses_from_elsewhere,
-    "shard_groups": test_shard.compare_groups_of_two,
-    "windows_of_shard_groups": test_shard_windows.compare_groups_of_two,
+    "restored_windows": test_shard_windows.test_a_window_continues_from_restored_rows,
+    "weights": test_shard_windows.test_weighted_backwards_keep_sums_until_the_last,
+    "losses_from_elsewhere": test_shard_windows.test_losses_from_elsewhere_keep_sums_until_the_last,
+    "shard_groups": test_shard.test_a_shard_group_has_a_set_of_states_of_its_own,
+    "windows_of_shard_groups": test_shard_windows.test_windows_with_a_shard_group,
 }
 
 
@@ -206,7 +207,7 @@ def uses() -> None:
         test_shard_gathers.nn.LSTM = Recurrent
     test_shard_gathers.divide_into(1024)
     test_shard_gathers.TOKENS = test_shard_gathers.TOKENS.cuda()
-    test_shard_gathers.compare_uses()
+    inspect.unwrap(test_shard_gathers.test_uses_wait_for_the_rows_of_other_ranks)()
 
 
 @case
@@ -354,7 +355,7 @@ def main() -> None:
         del shard_cases.TORCHS[name]
     torch.set_default_device("cuda")
     for name in chosen:
-        cases[name]()
+        inspect.unwrap(cases[name])()  # without what run_on adds to a test
         torch.cuda.synchronize()
         if fake_cuda is not None:
             assert not fake_cuda.num_errors(), "\n".join(fake_cuda.errors()[:5])

@@ -113,7 +113,8 @@ def test_storage_formats_have_the_same_bits_where_parts_are_whole_blocks() -> No
                 assert any("exp_avg_codes" in values for values in optimizer.state.values()), name
 
 
-def load_whole_formats() -> None:
+@run_on(2)
+def test_states_of_whole_formats_are_divided() -> None:
     """A sharded optimizer continues from the states of an unsharded one, whatever their format."""
     for name, options in FORMATS.items():
         dtype = torch.float32 if name in ("8 bits", "fp8") else torch.bfloat16
@@ -137,7 +138,8 @@ def load_whole_formats() -> None:
             expect_close(found, nets[0], name)  # 8-bit states pass through float32
 
 
-def wrap_after_steps() -> None:
+@run_on(2)
+def test_states_of_unsharded_steps_are_divided() -> None:
     """Optimizers that have stepped whole parameters go on with parts of their states."""
     for make in (OURS["AdamW"], TORCHS["AdamW"], TORCHS["Adagrad"]):
         model = Odd()
@@ -153,11 +155,6 @@ def wrap_after_steps() -> None:
         expect_equal(net, reference, type(optimizer).__name__)
         whole = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.ndim]
         assert bytes_of(whole) < 1.2 * sum(p.nbytes for p in model.parameters())
-
-
-def test_states_of_unsharded_steps_are_divided(on_ranks: OnRanks) -> None:
-    on_ranks(load_whole_formats)
-    on_ranks(wrap_after_steps)
 
 
 @run_on(2)
@@ -183,7 +180,8 @@ def test_main_grads_work_with_sharded_states() -> None:
     assert optimizer.param_groups[0]["params"][0].grad_dtype == torch.float32
 
 
-def compare_sums() -> None:
+@run_on(4)
+def test_rules_with_sums_over_parameters_agree_with_the_unsharded_wrapper() -> None:
     for name, make in WITH_SUMS.items():
         expected, _ = train(make, Odd())
         for mode in MODES:
@@ -191,7 +189,8 @@ def compare_sums() -> None:
             expect_close(found, expected, (name, mode), rtol=1e-4, atol=1e-5)
 
 
-def compare_muon() -> None:
+@run_on(4)
+def test_muon_agrees_with_the_unsharded_wrapper() -> None:
     """Two optimizers step one wrapper's parameters: Muon gathers matrices, AdamW steps the rest."""
 
     def run(**options: Any) -> nn.Module:
@@ -210,11 +209,6 @@ def compare_muon() -> None:
     expected = run()
     for mode in MODES:
         expect_close(run(shard=mode), expected, ("Muon", mode))
-
-
-def test_rules_with_sums_over_parameters_agree_with_the_unsharded_wrapper(on_four_ranks: OnRanks) -> None:
-    on_four_ranks(compare_sums)
-    on_four_ranks(compare_muon)
 
 
 @run_on(4)
@@ -275,7 +269,8 @@ def test_states_and_gradients_take_their_share_of_bytes() -> None:
 # ---- Gradients.
 
 
-def compare_accumulation() -> None:
+@run_on(2)
+def test_gradients_are_collected_and_clipped() -> None:
     def collect(net: Any, optimizer: Any, step: int) -> None:
         with net.no_sync():
             for micro in range(2):
@@ -303,7 +298,8 @@ def compare_accumulation() -> None:
         expect_equal(nets[1], nets[0], "accumulate")
 
 
-def check_kept_gradients() -> None:
+@run_on(4)
+def test_gradients_are_kept() -> None:
     """`.grad` is this rank's rows of the mean, adds up over backwards, and is forgotten once it is zeroed."""
     plain, net = DistributedDataParallel(Odd()), DistributedDataParallel(Odd(), shard="gradients")
 
@@ -338,11 +334,6 @@ def check_kept_gradients() -> None:
     compare("clipped by torch")
     both(lambda n: drivetrain.clip_grad_norm_(n.parameters(), 0.05))
     compare("clipped by drivetrain")
-
-
-def test_gradients_are_collected_kept_and_clipped(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
-    on_ranks(compare_accumulation)
-    on_four_ranks(check_kept_gradients)
 
 
 @run_on(2)
@@ -399,7 +390,8 @@ def test_scalers_skip_the_same_steps_on_every_rank() -> None:
 # ---- Errors.
 
 
-def check_refusals() -> None:
+@run_on(4)
+def test_what_sharding_does_not_support_raises() -> None:
     refused = [
         ({"shard": "all"}, ValueError, "shard is 'all', expected one of"),
         ({"shard_group": dist.group.WORLD}, ValueError, "shard_group is given and shard is None"),
@@ -441,7 +433,8 @@ class Whole(torch.optim.AdamW):
         return super().step(closure)
 
 
-def check_steps_that_raise() -> None:
+@run_on(2)
+def test_steps_that_sharding_does_not_support_raise() -> None:
     net = DistributedDataParallel(Odd(), shard="optimizer")
     loss_of(net, 0).backward()
     with pytest.raises(NotImplementedError, match="Whole may need whole parameters"):
@@ -476,11 +469,6 @@ def check_steps_that_raise() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match="was deleted: keep the wrapper"):
         optimizer.step()
-
-
-def test_what_sharding_does_not_support_raises(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
-    on_four_ranks(check_refusals)
-    on_ranks(check_steps_that_raise)
 
 
 @run_on(2)
@@ -543,3 +531,10 @@ def test_one_rank_shares_nothing() -> None:
     net, optimizer = train(OURS["AdamW"], Odd(), shard="gradients", process_group=alone)
     assert not any(pieces.piece_of(param) for param in net.parameters())
     assert not any(isinstance(v, DTensor) for s in optimizer.state.values() for v in s.values())
+
+
+def test_the_cases_for_gpus_exist() -> None:
+    import shard_nccl_ranks
+    from test_shard_gpu import CASES
+
+    assert {case for _, cases in CASES.values() for case in cases} == set(shard_nccl_ranks.cases)

@@ -206,7 +206,8 @@ def test_uses_wait_for_the_rows_of_other_ranks() -> None:
             net.wait_for_parameters()
 
 
-def step_and_leave() -> None:
+@run_on(2)
+def test_wrappers_that_end() -> None:
     """The rank that deletes its wrapper waits until the other ranks have its rows."""
     for transport in transports():
         plain, _ = step_late(None, transport)
@@ -219,7 +220,8 @@ def step_and_leave() -> None:
             assert all(torch.equal(a, b) for a, b in zip(net.parameters(), expected, strict=True))
 
 
-def step_without_rank_1() -> None:
+@run_on(2)
+def test_a_step_without_another_rank_raises() -> None:
     if (alone := alone_before_a_step(overlap_gather=True)) is None:
         return
     net, optimizer = alone
@@ -235,19 +237,14 @@ def step_without_rank_1() -> None:
         net._sharding._finish()
 
 
-def refuse() -> None:
+@run_on(2)
+def test_what_gathers_do_not_support_raises() -> None:
     with pytest.raises(ValueError, match="overlap_gather is given and shard is None"):
         DistributedDataParallel(Odd(), overlap_gather=True)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     net, _ = train(OURS["AdamW"], Odd(), shard="optimizer", overlap_gather=True, process_group=alone)
     assert type(net.module.embed._parameters) is dict
     net.wait_for_parameters()
-
-
-def test_wrappers_that_end(on_ranks: OnRanks) -> None:
-    on_ranks(step_and_leave)
-    on_ranks(refuse)
-    on_ranks(step_without_rank_1)
 
 
 @run_on(2)

@@ -119,7 +119,8 @@ def whole_grads(net: Any) -> list[Tensor]:
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in found]
 
 
-def check_weights() -> None:
+@run_on(2)
+def test_weighted_backwards_keep_sums_until_the_last() -> None:
     def collect(net: Any) -> list[list[Tensor]]:
         found = []
         for set_to_none in (True, False):
@@ -145,7 +146,8 @@ def check_weights() -> None:
         assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True)), step
 
 
-def check_losses_from_elsewhere() -> None:
+@run_on(2)
+def test_losses_from_elsewhere_keep_sums_until_the_last() -> None:
     """A weighted loss that did not come out of the wrapper's forward is reduced, too."""
 
     def collect(net: Any) -> list[Tensor]:
@@ -158,7 +160,8 @@ def check_losses_from_elsewhere() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def check_misuse() -> None:
+@run_on(2)
+def test_misused_weights_raise() -> None:
     net = DistributedDataParallel(Whole(), shard="gradients")
     whole_loss(net, 0).backward()
     with pytest.raises(ValueError, match="found gradients that no weight counts"):
@@ -191,16 +194,11 @@ def _raising(loss: Tensor) -> Tensor:
     return loss
 
 
-def test_weighted_backwards_keep_sums_until_the_last(on_ranks: OnRanks) -> None:
-    on_ranks(check_weights)
-    on_ranks(check_losses_from_elsewhere)
-    on_ranks(check_misuse)
-
-
 # ---- Main gradients.
 
 
-def compare_main_grads() -> None:
+@run_on(2, 4)
+def test_main_gradients_are_kept_as_float32_rows() -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         return drivetrain.optim.AdamW(params, lr=1e-2, master_bits=32)
 
@@ -233,7 +231,8 @@ def compare_main_grads() -> None:
         assert of_deep.buffer_bytes() < 0.6 * sum(4 * param.numel() for param in deep.parameters())
 
 
-def refuse_main_grads() -> None:
+@run_on(2)
+def test_what_main_gradients_do_not_support_raises() -> None:
     model = Whole(torch.bfloat16)
     drivetrain.main_grads(model, bits=24)
     with pytest.raises(NotImplementedError, match=r"main_grads\(bits=24\) does not go together with shard"):
@@ -246,22 +245,18 @@ def refuse_main_grads() -> None:
     assert model.layers[0].weight.main_grad is not None  # nothing has changed
 
 
-def test_main_gradients_are_kept_as_float32_rows(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
-    on_ranks(compare_main_grads)
-    on_four_ranks(compare_main_grads)
-    on_ranks(refuse_main_grads)
-
-
 # ---- What needs whole gradients.
 
 
-def refuse_checks() -> None:
+@run_on(2)
+def test_what_needs_whole_gradients_raises() -> None:
     for mode in ("raise", "skip"):
         with pytest.raises(NotImplementedError, match="check_gradients does not go together with shard='gradients'"):
             DistributedDataParallel(Odd(), shard="gradients", check_gradients=mode)
 
 
-def step_installed() -> None:
+@run_on(2)
+def test_installed_steps_need_whole_gradients() -> None:
     """torch's names mean our optimizers, which step rows. Where torch's own step would take over, they raise."""
     before = list(left_to_torch.constructed)
     drivetrain.install(optim=True)
@@ -293,8 +288,3 @@ def step_installed() -> None:
     finally:
         drivetrain.uninstall()
         left_to_torch.constructed[:] = before
-
-
-def test_what_needs_whole_gradients_raises(on_ranks: OnRanks) -> None:
-    on_ranks(refuse_checks)
-    on_ranks(step_installed)

@@ -41,11 +41,13 @@ struct ncclComm {
   int size = 0;
   int rank = 0;
   bool is_blocking = false;
+  int device = 0;  // the one that was current when this rank joined, which streams of value 0 belong to
   fake_nccl::Board* board = nullptr;
 
   // A non-blocking communicator finishes its work in `job`, or after so many `polls` of ncclCommGetAsyncError.
   std::thread job;
   std::atomic<bool> has_job{false};
+  std::mutex start_mutex;  // guards the next three members: torch's watchdog polls while another thread adds work
   int polls = 0;
   std::vector<fake_nccl::Operation> queued;
   cudaStream_t stream = nullptr;

@@ -59,22 +59,28 @@ ncclResult_t carry_out(ncclComm& comm, const std::function<ncclResult_t()>& job)
 
 // Returns whether ncclCommGetAsyncError() has reported the end of the previous call. Otherwise callers refuse theirs.
 bool is_ready(ncclComm& comm) {
+  const std::lock_guard<std::mutex> lock(comm.start_mutex);
   if (comm.polls == 0 && !comm.has_job) return true;
   thread_error = "Attempt to use communicator before the previous operation returned ncclSuccess";
   return false;
 }
 
+template <class Function>
+Function of_device(const char* name) {
+  return reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, name));
+}
+
+int current_device() {
+  const auto get_device = of_device<cudaError_t (*)(int*)>("cudaGetDevice");
+  int device = 0;
+  return get_device != nullptr && get_device(&device) == cudaSuccess ? device : -1;
+}
+
 // Returns the host, which NCCL_HOSTID may name, and the GPU's bus. Returns "" if the fake CUDA has no buses.
 std::string gpu_of_this_rank() {
-  using GetDevice = cudaError_t (*)(int*);
-  using GetBus = cudaError_t (*)(char*, int, int);
-  const auto get_device = reinterpret_cast<GetDevice>(::dlsym(RTLD_DEFAULT, "cudaGetDevice"));
-  const auto get_bus = reinterpret_cast<GetBus>(::dlsym(RTLD_DEFAULT, "cudaDeviceGetPCIBusId"));
-  int number = 0;
+  const auto get_bus = of_device<cudaError_t (*)(char*, int, int)>("cudaDeviceGetPCIBusId");
   char bus[32] = "";
-  if (get_bus == nullptr || get_device(&number) != cudaSuccess || get_bus(bus, sizeof(bus), number) != cudaSuccess) {
-    return "";
-  }
+  if (get_bus == nullptr || get_bus(bus, sizeof(bus), current_device()) != cudaSuccess) return "";
   const char* const host = std::getenv("NCCL_HOSTID");
   return std::string(host == nullptr ? "this host" : host) + "/" + bus;
 }
@@ -110,6 +116,7 @@ ncclResult_t make(ncclComm_t* result, const std::string& path, int size, int ran
   comm->size = size;
   comm->rank = rank;
   comm->is_blocking = is_blocking;
+  comm->device = current_device();
   comm->board = open_board(path);
   if (comm->board == nullptr) return ncclSystemError;
   comm->board->processes[rank] = ::getpid();
@@ -128,8 +135,14 @@ ncclResult_t make(ncclComm_t* result, const std::string& path, int size, int ran
 
 bool wants_blocking(const ncclConfig_t* config) { return config == nullptr || config->blocking != 0; }
 
+// As NCCL, launches on the communicator's device, whichever device the calling thread has.
 void launch_queued(ncclComm& comm) {
-  if (!comm.queued.empty()) launch(comm, std::exchange(comm.queued, {}), comm.stream);
+  if (comm.queued.empty()) return;
+  const auto set_device = of_device<cudaError_t (*)(int)>("cudaSetDevice");
+  const int former = current_device();
+  if (former != comm.device) set_device(comm.device);
+  launch(comm, std::exchange(comm.queued, {}), comm.stream);
+  if (former != comm.device) set_device(former);
 }
 
 ncclResult_t end_group() {
@@ -139,6 +152,7 @@ ncclResult_t end_group() {
   }
   ncclResult_t result = ncclSuccess;
   for (ncclComm* comm : comms) {
+    const std::lock_guard<std::mutex> lock(comm->start_mutex);
     std::string list;
     for (const Added& one : grouped) {
       if (one.comm != comm) continue;
@@ -272,9 +286,12 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
   *result = ncclInProgress;
   if (comm->has_job) return ncclSuccess;
-  if (comm->polls > 0) {
-    if (--comm->polls == 0) launch_queued(*comm);
-    return ncclSuccess;
+  {
+    const std::lock_guard<std::mutex> lock(comm->start_mutex);
+    if (comm->polls > 0) {
+      if (--comm->polls == 0) launch_queued(*comm);
+      return ncclSuccess;
+    }
   }
   comm->are_peers_alive();
   *result = static_cast<ncclResult_t>(comm->error.load());
@@ -285,6 +302,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   if (!is_ready(*comm)) return ncclInvalidArgument;
   note("Finalize");
   if (comm->is_blocking) return ncclSuccess;
+  const std::lock_guard<std::mutex> lock(comm->start_mutex);
   comm->polls = 2;
   return ncclInProgress;
 }
@@ -364,7 +382,7 @@ ncclResult_t ncclMemAlloc(void** data, size_t bytes) {
   if (fault("no memory") || (fault("full memory") && std::getenv("FAKE_NCCL_FREED") == nullptr)) {
     return ncclUnhandledCudaError;
   }
-  if (const auto allocate = reinterpret_cast<cudaError_t (*)(void**, size_t)>(::dlsym(RTLD_DEFAULT, "cudaMalloc"))) {
+  if (const auto allocate = of_device<cudaError_t (*)(void**, size_t)>("cudaMalloc")) {
     return allocate(data, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
   }
   *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
@@ -373,7 +391,7 @@ ncclResult_t ncclMemAlloc(void** data, size_t bytes) {
 
 ncclResult_t ncclMemFree(void* data) {
   note("MemFree");
-  if (const auto release = reinterpret_cast<cudaError_t (*)(void*)>(::dlsym(RTLD_DEFAULT, "cudaFree"))) {
+  if (const auto release = of_device<cudaError_t (*)(void*)>("cudaFree")) {
     return release(data) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
   }
   std::free(data);

@@ -418,7 +418,8 @@ def test_no_sync_beside_it() -> None:
     assert_equal_on_ranks([param.grad for param in model.parameters()])
 
 
-def only_some_are_stepped() -> None:
+@run_on(2)
+def test_parameters_that_only_some_step() -> None:
     """The optimizer has half the model's parameters, one of which the wrapper does not reduce."""
     net = make_model()
     reference = copy.deepcopy(net)
@@ -440,7 +441,8 @@ def only_some_are_stepped() -> None:
     torch.testing.assert_close(net[2].weight, before - 0.3 * reference[2].weight.grad)
 
 
-def nothing_for_what_is_not_reduced() -> None:
+@run_on(2)
+def test_parameters_that_are_not_reduced() -> None:
     """A rank that joins the others' window without data has no mean for a parameter that is not reduced."""
     net = make_model()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
@@ -449,11 +451,6 @@ def nothing_for_what_is_not_reduced() -> None:
     train_in_windows(model, optimizer, make_batches([3, 5, 2, 7][: 2 + 2 * dist.get_rank()]), 2)
     assert_equal_on_ranks([net[0].weight])
     assert torch.isfinite(net[2].weight).all()
-
-
-def test_parameters_that_only_some_know(on_ranks: OnRanks) -> None:
-    on_ranks(only_some_are_stepped)
-    on_ranks(nothing_for_what_is_not_reduced)
 
 
 @run_on(2)

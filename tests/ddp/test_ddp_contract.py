@@ -158,9 +158,10 @@ def test_replicas_never_part_in_silence(on_ranks: OnRanks, function: Callable[[]
 # ---- Distributed autograd, which keeps gradients in a context instead of .grad.
 
 
-def gradients_in_a_context(folder: str) -> None:
+@run_on(2)
+def test_distributed_autograd(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rpc")
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
     model = DDP(make_net(), find_unused_parameters=True, **SMALL_BUCKETS)
     model.eval()
@@ -185,10 +186,6 @@ def gradients_in_a_context(folder: str) -> None:
         elif use_optional:
             backward(use_optional=True)
     rpc.shutdown()
-
-
-def test_distributed_autograd(on_ranks: OnRanks, tmp_path: Path) -> None:
-    on_ranks(gradients_in_a_context, str(tmp_path))
 
 
 # ---- Profiles.

@@ -12,8 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import drivetrain
-
-Run = Callable[..., list[Any]]
+from ranks import run_on
 
 _BUCKET_CAP_MB = 300 / 2**20  # bytes: each layer has a bucket of its own
 
@@ -39,8 +38,10 @@ def _all_reduces(profiler: profile) -> list[Any]:
     return [event for event in profiler.events() or [] if event.name == "gloo:all_reduce"]
 
 
-def _trace(folder: Path) -> None:
-    path = folder / f"{dist.get_rank()}.json"
+@pytest.mark.skipif(not torch.profiler.kineto_available(), reason="torch was built without its profiler (Kineto)")
+@run_on(2)
+def test_every_bucket_shows_as_torchs_all_reduces_do(tmp_path: Path) -> None:
+    path = tmp_path / f"{dist.get_rank()}.json"
     _, profiler, _ = _profiled(lambda net: nn.parallel.DistributedDataParallel(net, bucket_cap_mb=_BUCKET_CAP_MB), path)
     theirs = _all_reduces(profiler)
     assert theirs
@@ -71,8 +72,3 @@ def _trace(folder: Path) -> None:
             assert (args["In msg nelems"], args["Out msg nelems"], args["dtype"]) == (numel, numel, "Float")
             assert (args["Group size"], args["Process Group Ranks"]) == (2, "[0, 1]")
             assert args["Process Group Name"] == dist.group.WORLD.group_name  # type: ignore[union-attr]
-
-
-@pytest.mark.skipif(not torch.profiler.kineto_available(), reason="torch was built without its profiler (Kineto)")
-def test_every_bucket_shows_as_torchs_all_reduces_do(on_ranks: Run, tmp_path: Path) -> None:
-    on_ranks(_trace, tmp_path)

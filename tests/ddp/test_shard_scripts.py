@@ -42,7 +42,8 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
 # ---- A module outlives its wrapper.
 
 
-def wrap_again() -> None:
+@run_on(2)
+def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone() -> None:
     """New wrappers of a module train as the unsharded ones do, with a new optimizer or the one before."""
     for make in (OURS["AdamW"], TORCHS["AdamW"]):
         for modes in (("optimizer", "gradients"), ("gradients", "optimizer"), ("optimizer", None)):
@@ -64,7 +65,8 @@ def wrap_again() -> None:
                     expect_equal(*result, (modes, keeps, overlaps))
 
 
-def leave_no_marks() -> None:
+@run_on(2)
+def test_a_wrapper_leaves_no_marks() -> None:
     """A wrapper that is gone leaves no hooks and no watched dicts, and a new optimizer steps whole parameters."""
     model = Odd()
     for mode in MODES:
@@ -80,13 +82,15 @@ def leave_no_marks() -> None:
     assert not any(isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())
 
 
-def refuse_two() -> None:
+@run_on(2)
+def test_two_wrappers_of_a_module_are_refused() -> None:
     net = DistributedDataParallel(Odd(), shard="optimizer")
     with pytest.raises(RuntimeError, match="delete it before its module is wrapped again"):
         DistributedDataParallel(net.module, shard="optimizer")
 
 
-def unfreeze() -> None:
+@run_on(2)
+def test_parameters_can_be_unfrozen() -> None:
     result = []
     for options in ({}, {"shard": "gradients"}):
         model = Odd()
@@ -100,13 +104,6 @@ def unfreeze() -> None:
         step(net, optimizer, 1)
         result.append(model)
     expect_equal(*result, "unfrozen")
-
-
-def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone(on_ranks: OnRanks) -> None:
-    on_ranks(wrap_again)
-    on_ranks(leave_no_marks)
-    on_ranks(refuse_two)
-    on_ranks(unfreeze)
 
 
 # ---- Gradients.
@@ -243,7 +240,8 @@ def save_over(master_addr: str) -> None:
     del net
 
 
-def name_what_is_missing() -> None:
+@run_on(2)
+def test_states_that_cannot_be_saved_whole_raise() -> None:
     """What cannot be saved whole raises, and says why."""
     net, optimizer = train(OURS["AdamW"], Odd(), shard="gradients")
     kept = optimizer.state_dict()
@@ -288,7 +286,8 @@ def _name_what_is_missing(net: Any, optimizer: torch.optim.Optimizer, kept: dict
     dist.barrier()
 
 
-def refuse_strangers() -> None:
+@run_on(2)
+def test_states_of_strangers_raise() -> None:
     """A connection without the key gets nothing, and the next request is answered."""
     net, optimizer = train(OURS["AdamW"], Odd(), shard="optimizer")
     if dist.get_rank() == 0:
@@ -314,11 +313,6 @@ def test_one_rank_saves_whole_states(on_ranks: OnRanks, tmp_path: Path) -> None:
 def test_one_of_four_ranks_saves_whole_states(on_four_ranks: OnRanks, tmp_path: Path) -> None:
     """Some ranks have no rows of small parameters, and rules gather the states of those."""
     on_four_ranks(save_alone, tmp_path, 1)
-
-
-def test_states_that_cannot_be_saved_whole_raise(on_ranks: OnRanks) -> None:
-    on_ranks(name_what_is_missing)
-    on_ranks(refuse_strangers)
 
 
 @run_on(2)

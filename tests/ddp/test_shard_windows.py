@@ -17,7 +17,6 @@ from drivetrain import DistributedDataParallel
 from drivetrain.optim import base, left_to_torch
 from ranks import run_on
 
-OnRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
 
 
@@ -31,7 +30,8 @@ def windows(net: Any, optimizer: Any, micro_batches: int) -> None:
             window.backward(whole_loss(net, micro), weight=weight)
 
 
-def compare_windows() -> None:
+@run_on(2, 4)
+def test_windows_have_the_bits_of_the_unsharded_wrapper() -> None:
     """Ranks have different numbers of micro-batches, and one ends several windows before the others."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for number, counts in enumerate(([6, 3], [5, 5], [7, 1], [4, 0])):
@@ -45,7 +45,8 @@ def compare_windows() -> None:
         expect_equal(nets[1], nets[0], (transport, counts))
 
 
-def compare_clipped_windows() -> None:
+@run_on(2)
+def test_clipped_windows_have_the_bits_of_the_unsharded_wrapper() -> None:
     """A window with a scaler and clipping, over gradients that round."""
     nets = []
     for mode in (None, "gradients"):
@@ -59,12 +60,6 @@ def compare_clipped_windows() -> None:
                 window.backward(loss_of(net, step), weight=step + 1)
         nets.append(net)
     expect_close(nets[1], nets[0], "scaler and clipping", rtol=1e-4, atol=1e-5)
-
-
-def test_windows_have_the_bits_of_the_unsharded_wrapper(on_ranks: OnRanks, on_four_ranks: OnRanks) -> None:
-    on_ranks(compare_windows)
-    on_ranks(compare_clipped_windows)
-    on_four_ranks(compare_windows)
 
 
 @run_on(4)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.util
 import itertools
 import statistics
 import time
@@ -109,8 +108,7 @@ def run(rounds: int) -> list[Row]:
                 rows += _budget_rows(case, rounds, findings)
                 progress.advance(task)
         recording = _recording_row(10 * rounds)
-        has_transformers = importlib.util.find_spec("transformers") is not None
-        others = [*(activation_batches.rows() if has_transformers else []), *activation_paths.rows()]
+        others = [*activation_batches.rows(), *activation_paths.rows()]
     finally:
         torch.set_num_threads(before)
     return [*_common_rows(findings), *rows, recording, *others, *activation_regions.run(rounds)]

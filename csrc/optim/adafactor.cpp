@@ -78,23 +78,4 @@ void run_adafactor(const StepJob& job, Adapt adapt) {
   run_trust_ratio(rest, adapt);
 }
 
-void run_shared_adafactor(const StepJob& shared, const Factoring& factoring, Adapt adapt, const Between& between) {
-  std::vector<ParamJob> params(shared.params, shared.params + shared.num_params);
-  std::vector<RuleArgs> rules;
-  rules.reserve(params.size());
-  for (ParamJob& param : params) {
-    rules.push_back(param.rows > 0 ? fitted(shared, param) : shared.rules[param.rule]);
-    param.rule = static_cast<int32_t>(rules.size()) - 1;
-  }
-  StepJob job = shared;
-  job.params = params.data();
-  job.rules = rules.data();
-  job.num_rules = static_cast<int32_t>(rules.size());
-  for (const Factored& of : factoring.matrices) add_up(job, of);
-  between.factor_sums();
-  for (const Factored& of : factoring.matrices) update(job, of);
-  between.row_factors();
-  run_shared_trust_ratio(job, adapt, between);
-}
-
 }  // namespace drivetrain::optim

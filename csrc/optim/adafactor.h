@@ -24,8 +24,4 @@ void place_factors(Factoring& factoring, ParamJob* params, double* memory);
 // instruction set or the device.
 void run_adafactor(const StepJob& job, Adapt adapt);
 
-// Runs the whole job where other ranks have parts of the parameters. `factoring` has the job's matrices and has placed
-// their first states.
-void run_shared_adafactor(const StepJob& job, const Factoring& factoring, Adapt adapt, const Between& between);
-
 }  // namespace drivetrain::optim

@@ -7,7 +7,6 @@
 
 #include "optim/adafactor_pass.h"
 #include "optim/grad_scaling.h"
-#include "optim/share.h"
 #include "optim/step.h"
 #include "optim/step_plan.h"
 
@@ -68,12 +67,11 @@ void start_cuda(const StepStart& start, void* stream);
 // Updates the row and column states of Adafactor's matrices, and fills the factors that the parameters' first states
 // point to. `rules` must have been started.
 void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matrices, int64_t num_units,
-                 int64_t num_blocks, void* stream, const Between* between = nullptr);
+                 int64_t num_blocks, void* stream);
 
 // Sums norms over all chunks into `sums` and adapts `rules`, which are the job's, for a rule with a trust ratio
 // (trust_ratio.h). Writes nothing else.
-void adapt_cuda(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream,
-                const Between* between = nullptr);
+void adapt_cuda(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream);
 
 // Enqueues one launch of a plan (step_plan.h). `records` and `items` are the whole plan's.
 void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepItem* items, const StepJob& job,

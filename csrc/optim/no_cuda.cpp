@@ -12,8 +12,8 @@ void compute_grad_scaling_cuda(const GradScalingOptions&, const GradScalingScala
   refuse_cuda();
 }
 void start_cuda(const StepStart&, void*) { refuse_cuda(); }
-void factor_cuda(const StepJob&, const Factored*, int32_t, int64_t, int64_t, void*, const Between*) { refuse_cuda(); }
-void adapt_cuda(const StepJob&, int64_t, TrustRatioSums*, RuleArgs*, void*, const Between*) { refuse_cuda(); }
+void factor_cuda(const StepJob&, const Factored*, int32_t, int64_t, int64_t, void*) { refuse_cuda(); }
+void adapt_cuda(const StepJob&, int64_t, TrustRatioSums*, RuleArgs*, void*) { refuse_cuda(); }
 void step_cuda(const StepJob&, void*) { refuse_cuda(); }
 void step_kernel_cuda(const StepLaunch&, const StepRecord*, const StepItem*, const StepJob&, void*) { refuse_cuda(); }
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/held_function.h"
 #include "base/parallel.h"
 #include "grad/norm.h"
 #include "optim/adafactor.h"
@@ -22,7 +21,6 @@
 #include "optim/launch.h"
 #include "optim/muon.h"
 #include "optim/run_cuda.h"
-#include "optim/run_shared.h"
 #include "optim/step_reader.h"
 #include "optim/trust_ratio.h"
 
@@ -32,7 +30,7 @@ namespace drivetrain::optim {
 namespace {
 
 // Executes a step that was read and checked: counters, versions, launches. Needs no GIL. See StepJob for `on_device`.
-void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device, const Share& share) {
+void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device) {
   const bool writes_grads = on_device != nullptr || grad_scaling.after != GradAfter::kKeep;
   constexpr int64_t kGrain = 512;  // parameters per thread at least
   parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
@@ -61,8 +59,7 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
     }
   }
   for (Batch& batch : read.batches) {
-    const bool is_shared = share && batch.rule->adapt != nullptr;
-    if (batch.total == 0 && !is_shared) continue;
+    if (batch.total == 0) continue;
     StepJob job = {};
     job.kind = batch.rule->kind;
     job.in_double = batch.in_double;
@@ -73,9 +70,7 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
     job.rules = read.rules.data();
     job.num_rules = static_cast<int32_t>(read.rules.size());
     job.total = batch.total;
-    if (is_shared) {
-      run_shared(batch, read.written, job, share);
-    } else if (batch.device.is_cuda()) {
+    if (batch.device.is_cuda()) {
       run_on_device(batch, job);
     } else if (job.kind == RuleKind::kAdafactor) {
       run_adafactor(job, batch.rule->adapt);
@@ -111,7 +106,6 @@ struct StepOptions {
   bool check_finite = false;  // skips the step if a gradient is not finite, as max_grad_norm does
   bool zero_grads = false;
   std::optional<at::Tensor> overflow;  // receives 1 if a gradient is not finite, else 0
-  Share share;                         // for parameters that are parts of whole ones
 
   bool measures() const { return max_grad_norm || check_finite; }
   // On CUDA only the device knows the numbers that the grad scaling depends on.
@@ -201,12 +195,12 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
     StepOptions placed = options;
     placed.move_to(on_device.front()->device);
     result.on_device = compute_grad_scaling_on_device(on_device, asked, placed.scalars());
-    run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()), options.share);
+    run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()));
     return;
   }
   result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum_of_squares(reader) : 0);
   if (!result.grad_scaling.skips) {
-    run(reader, result.grad_scaling, nullptr, options.share);
+    run(reader, result.grad_scaling, nullptr);
   } else if (asked.zeroes) {  // The next backward must not add to gradients that are not finite.
     for (const Written& written : reader.written) {
       at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();
@@ -251,20 +245,11 @@ StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vec
   if (result.has_wrappers || !reader.missing.empty()) return result;
   const std::vector<const Batch*> on_device = batches_scaled_on_device(reader, options);
   const bool keeps_gil = is_short(reader);
-  if (!keeps_gil || options.share) reader.own();
+  if (!keeps_gil) reader.own();
   std::optional<py::gil_scoped_release> no_gil;
   if (!keeps_gil) no_gil.emplace();
   run(reader, options, on_device, result);
   return result;
-}
-
-Share as_share(std::optional<py::function> share) {
-  if (!share) return nullptr;
-  return [held = hold(std::move(*share))](const std::string& stage, bool in_double,
-                                          const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& sums) {
-    const py::gil_scoped_acquire gil;
-    (*held)(stage, in_double, params, sums);
-  };
 }
 
 }  // namespace
@@ -275,13 +260,12 @@ void register_optim(py::module_& m) {
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](StepOptions::Scalar grad_scale, StepOptions::Scalar found_inf,
                        std::optional<double> max_grad_norm, bool check_finite, bool zero_grads,
-                       std::optional<at::Tensor> overflow, std::optional<py::function> share) {
-             return StepOptions{grad_scale, found_inf, max_grad_norm,  check_finite,
-                                zero_grads, overflow,  as_share(share)};
+                       std::optional<at::Tensor> overflow) {
+             return StepOptions{grad_scale, found_inf, max_grad_norm, check_finite, zero_grads, overflow};
            }),
            py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("found_inf") = 0.0,
            py::arg("max_grad_norm") = std::nullopt, py::arg("check_finite") = false, py::arg("zero_grads") = false,
-           py::arg("overflow") = std::nullopt, py::arg("share") = std::nullopt)
+           py::arg("overflow") = std::nullopt)
       .def_readonly("grad_scale", &StepOptions::grad_scale)
       .def_readonly("found_inf", &StepOptions::found_inf)
       .def_readonly("max_grad_norm", &StepOptions::max_grad_norm)

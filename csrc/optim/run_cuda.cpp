@@ -85,7 +85,7 @@ at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batch
   return grad_scaling;
 }
 
-void run_on_device(Batch& batch, StepJob job, const Between* between) {
+void run_on_device(Batch& batch, StepJob job) {
   const c10::DeviceGuard guard(batch.device);
   void* const stream = current_stream(batch.device);
   const bool is_muon = job.kind == RuleKind::kMuonMomentum;
@@ -115,12 +115,11 @@ void run_on_device(Batch& batch, StepJob job, const Between* between) {
   }
   const Factoring& factoring = batch.factoring;
   factor_cuda(job, batch.placed.factored, static_cast<int32_t>(factoring.matrices.size()), factoring.num_units,
-              factoring.num_blocks, stream, between);
-  if (between != nullptr && job.kind == RuleKind::kAdafactor) between->row_factors();
+              factoring.num_blocks, stream);
   at::Tensor sums;
   if (batch.rule->adapt != nullptr) {
     sums = empty_on(batch.device, batch.num_chunks * static_cast<int64_t>(sizeof(TrustRatioSums)));
-    adapt_cuda(job, batch.num_chunks, static_cast<TrustRatioSums*>(sums.data_ptr()), of_params, stream, between);
+    adapt_cuda(job, batch.num_chunks, static_cast<TrustRatioSums*>(sums.data_ptr()), of_params, stream);
   }
   step_cuda(job, stream);
   batch.factors.reset();

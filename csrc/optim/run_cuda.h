@@ -20,8 +20,7 @@ at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batch
 
 // Runs a batch. One launch computes the rules' scalars and the step counters. Another makes the step, or one per set of
 // storage formats with a specialized kernel. Rules with a trust ratio add two launches, and Adafactor's matrices three
-// before those. Muon takes two per batch, and its matrix products. `between` is for rules with a trust ratio; null if
-// sums are not shared.
-void run_on_device(Batch& batch, StepJob job, const Between* between = nullptr);
+// before those. Muon takes two per batch, and its matrix products.
+void run_on_device(Batch& batch, StepJob job);
 
 }  // namespace drivetrain::optim

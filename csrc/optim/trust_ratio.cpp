@@ -84,12 +84,4 @@ void run_trust_ratio(const StepJob& shared, Adapt adapt) {
   }
 }
 
-void run_shared_trust_ratio(const StepJob& shared, Adapt adapt, const Between& between) {
-  OwnRules own(shared);
-  std::vector<TrustRatioSums> sums = trust_ratio_sums_of(own.job, 0, own.job.num_params);
-  between.norms(sums.data());
-  for (int32_t i = 0; i < own.job.num_params; ++i) adapt(own.rules[i], sums[i], own.params[i].numel);
-  run_step_cpu(own.job, 0, own.job.total);
-}
-
 }  // namespace drivetrain::optim

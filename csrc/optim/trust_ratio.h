@@ -2,7 +2,7 @@
 // step.
 #pragma once
 
-#include "optim/share.h"
+#include "optim/adafactor_pass.h"
 #include "optim/step.h"
 
 namespace drivetrain::optim {
@@ -13,8 +13,5 @@ using Adapt = void (*)(RuleArgs& args, const TrustRatioSums& sums, int64_t numel
 // Runs the whole job on the CPU (trust_ratio_cuda.cu: on CUDA). The bits do not depend on the number of threads, the
 // instruction set or the device.
 void run_trust_ratio(const StepJob& job, Adapt adapt);
-
-// Runs the whole job where other ranks have parts of the parameters: all sums come first.
-void run_shared_trust_ratio(const StepJob& job, Adapt adapt, const Between& between);
 
 }  // namespace drivetrain::optim

@@ -72,25 +72,22 @@ __global__ void __launch_bounds__(kThreads) adapt_rules(StepJob job, const Trust
 }
 
 template <template <class> class RuleOf>
-void adapt(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream,
-           const Between* between) {
+void adapt(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream) {
   const auto read = job.in_double ? trust_ratio_sums<RuleOf, double> : trust_ratio_sums<RuleOf, float>;
   launch_cuda("launching the norms of parameters", read, (num_chunks + kWarps - 1) / kWarps, kThreads, stream, job,
               num_chunks, sums);
-  if (between != nullptr) between->norms(sums);
   launch_cuda("launching what norms make of a step", adapt_rules<RuleOf>, job.num_params, kThreads, stream, job, sums,
               rules);
 }
 
 }  // namespace
 
-void adapt_cuda(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream,
-                const Between* between) {
+void adapt_cuda(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream) {
   if (num_chunks == 0) return;
   switch (job.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
-    return adapt<Rule>(job, num_chunks, sums, rules, stream, between);
+    return adapt<Rule>(job, num_chunks, sums, rules, stream);
     DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE
     default:  // No other rule has a trust ratio.

@@ -80,7 +80,6 @@ class StepOptions:
         check_finite: bool = ...,
         zero_grads: bool = ...,
         overflow: Tensor | None = ...,
-        share: Callable[[str, bool, list[Tensor], list[Tensor]], None] | None = ...,
     ) -> None: ...
     @property
     def grad_scale(self) -> float | Tensor: ...

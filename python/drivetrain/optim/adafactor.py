@@ -1,31 +1,10 @@
 """Adafactor: torch's class with the native step."""
 
-import math
-from typing import Any
-
 import torch
-from torch import Tensor
-from torch.optim.optimizer import ParamsT
-from typing_extensions import Unpack
 
 from .base import FusedOptimizer
-from .declaration import StepOptions, follows
+from .declaration import follows
 from .rule import Group, Numbers, Rule, hypers
-from .sharded import dtensors
-
-
-def _gathers(param: Any, group: Group) -> bool:
-    """Returns whether a rank has no rows or columns of a matrix, and could not keep the other ranks' states."""
-    if param.ndim < 2:
-        return False
-    for dim in (-2, -1):
-        smallest = param.shape[dim]
-        for at in dtensors.dims_that_split(param, dim):  # the mesh dimensions split it in turn
-            num_parts = param.device_mesh.size(at)
-            smallest -= (num_parts - 1) * math.ceil(smallest / num_parts)
-        if smallest <= 0:
-            return True
-    return False
 
 
 def _numbers(group: Group) -> Numbers:
@@ -36,7 +15,7 @@ def _numbers(group: Group) -> Numbers:
     return hypers(group, "beta2_decay", "d", "weight_decay", "maximize") | {"eps1": eps1, "eps2": eps2}
 
 
-@follows(Rule("adafactor", _numbers, gathers=_gathers))
+@follows(Rule("adafactor", _numbers, gathers=lambda group: True))
 class Adafactor(FusedOptimizer, torch.optim.Adafactor):
     """No parameter may be complex. The last two dimensions of a parameter are matrices, whose second moment is kept as
     a row and a column. Parameters of fewer dimensions keep it per element. These states are small and stay float32 with
@@ -59,17 +38,3 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         ValueError: A hyper-parameter is out of range, as under torch.
         RuntimeError: A step has complex parameters or sparse gradients.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-2,
-        beta2_decay: float = -0.8,
-        eps: tuple[float | None, float] = (None, 1e-3),
-        d: float = 1.0,
-        weight_decay: float = 0.0,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        **options: Unpack[StepOptions],
-    ) -> None: ...

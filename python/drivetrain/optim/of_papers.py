@@ -101,7 +101,7 @@ class Adan(FusedOptimizer):
 _FLAGS = ("bias_correction", "grad_averaging", "always_adapt", "trust_clip", "maximize")
 
 
-@follows(Rule("lamb", ("betas", "eps", "weight_decay", *_FLAGS)))
+@follows(Rule("lamb", ("betas", "eps", "weight_decay", *_FLAGS), gathers=lambda group: True))
 class LAMB(FusedOptimizer):
     """LAMB, for large batches: Adam's direction, with a step length relative to the parameter's norm.
 

@@ -27,7 +27,7 @@ class Rule:
             names the group's entry.
         copies: The state that starts as a copy of the parameter.
         constants: Entries of the groups that are no arguments of the constructor.
-        gathers: Returns whether the rule gathers and steps the whole of a sharded DTensor instead of each rank's part.
+        gathers: Returns whether the rule needs whole parameters of a group, which every rank then gathers and steps.
         step_sparse: Steps parameters with sparse gradients, given the optimizer, their group and them. None where
             torch's class takes no such gradients.
         scalar_dtype: The dtype of the rule's scalars; None takes the step counter's.
@@ -39,7 +39,7 @@ class Rule:
     initials: Mapping[str, float | str] = field(default_factory=dict)
     copies: str | None = None
     constants: Mapping[str, Any] = field(default_factory=dict)
-    gathers: Callable[[Any, Group], bool] = lambda param, group: False
+    gathers: Callable[[Group], bool] = lambda group: False
     step_sparse: Callable[[Any, Group, list[Tensor]], None] | None = None
     scalar_dtype: torch.dtype | None = None
     also: Callable[[Group], set[str]] = lambda group: set()

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...ddp.accumulate import Window
 from ...optim import precision
 from ...optim.sharded import pieces
-from ...optim.sharded.dtensors import from_local, is_dtensor, local_part, state_placements
+from ...optim.sharded.dtensors import from_local, is_dtensor, local_part
 from ...wrapped import unwrapped
 from ..store.reading import Checkpoint
 from . import rng, shards
@@ -238,7 +238,7 @@ class TrainingState:
         like = self._like(path)
         if like is None or not is_dtensor(like):
             return shards.whole_region(path, shape)
-        return shards.region_of(shape, like.device_mesh, self._placements(path, like, shape))
+        return shards.region_of(shape, like.device_mesh, self._placements(like, shape))
 
     def _model_state(self) -> dict[str, Any]:
         """Returns the module's state dict, whose names are the same with and without torch.compile of submodules."""
@@ -269,10 +269,12 @@ class TrainingState:
         return pieces.part_or_itself(params[number]) if number < len(params) else None
 
     @staticmethod
-    def _placements(path: str, like: Any, shape: Sequence[int]) -> Sequence[Any]:
-        if tuple(shape) == tuple(like.shape):
-            return tuple(like.placements)
-        return state_placements(like, path.rpartition("/")[2])
+    def _placements(like: Any, shape: Sequence[int]) -> Sequence[Any]:
+        """Returns the parameter's placements for states of its shape; every rank has all of the others."""
+        from torch.distributed.tensor import Replicate
+
+        is_split = tuple(shape) == tuple(like.shape)
+        return tuple(like.placements) if is_split else [Replicate()] * like.device_mesh.ndim
 
     def _place(self, values: dict[str, Any]) -> None:
         """Makes DTensors of the restored parts, and of whole tensors for sharded parameters."""
@@ -305,7 +307,7 @@ class TrainingState:
             value = shards.Shard(value[cut].clone(), tuple(value.shape), path)
         local = value.value.to(local_part(like).device)
         stride = like.stride() if value.shape == tuple(like.shape) else ()
-        return from_local(local, like, self._placements(path, like, value.shape), torch.Size(value.shape), stride)
+        return from_local(local, like, self._placements(like, value.shape), torch.Size(value.shape), stride)
 
     def _refuse_unloadable(self) -> None:
         """Raises TypeError if the model saves values that it does not load, such as layers of bitsandbytes."""

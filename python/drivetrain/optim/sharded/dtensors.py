@@ -49,11 +49,6 @@ def split_dims(tensor: "DTensor") -> tuple[int, ...]:
     return tuple(dim for dim, place in enumerate(tensor.placements) if not place.is_replicate() and mesh.size(dim) > 1)
 
 
-def dims_that_split(param: "DTensor", dim: int) -> tuple[int, ...]:
-    """Returns the mesh dimensions that split dimension `dim` of the tensor, counted from its last, -1."""
-    return tuple(at for at in split_dims(param) if getattr(param.placements[at], "dim", None) == param.ndim + dim)
-
-
 def from_local(
     local: Tensor,
     like: "DTensor",
@@ -77,20 +72,6 @@ def as_shard_of(param: "DTensor", local: Tensor) -> Tensor:
     return from_local(local, param, param.placements, param.shape, param.stride())
 
 
-# Adafactor's states with one row or one column, by the dimension that they reduce.
-_FACTORS = {"row_var": -1, "col_var": -2}
-
-
-def state_placements(param: "DTensor", name: str) -> tuple["Placement", ...]:
-    """Returns a state's placements: the parameter's, but replicated where they split the reduced dimension."""
-    from torch.distributed.tensor import Replicate
-
-    if name not in _FACTORS or param.ndim < 2:
-        return tuple(param.placements)
-    split = dims_that_split(param, _FACTORS[name])
-    return tuple(Replicate() if dim in split else place for dim, place in enumerate(param.placements))
-
-
 def part_of(whole: Tensor, param: "DTensor") -> "DTensor":
     """Returns a tensor that every rank has as a DTensor with the parameter's placements, without communication."""
     return from_local(whole, param).redistribute(placements=param.placements)
@@ -101,8 +82,8 @@ def replicated(value: Tensor, like: "DTensor") -> Tensor:
     return from_local(value.to(like.device), like)
 
 
-def placed_as(param: "DTensor", value: "DTensor", what: str, state: str = "") -> "DTensor":
-    """Redistributes `value` to the placements of the parameter or of the state; reduces partial sums.
+def placed_as(param: "DTensor", value: "DTensor", what: str) -> "DTensor":
+    """Redistributes a value of the parameter's shape to its placements, and reduces partial sums.
 
     Raises:
         ValueError: The value is on another mesh.
@@ -112,10 +93,9 @@ def placed_as(param: "DTensor", value: "DTensor", what: str, state: str = "") ->
         return value
     if found.mesh != wanted.mesh:
         raise ValueError(f"{what} is on {found.mesh}, but its parameter on {wanted.mesh}")
-    placements = state_placements(param, state)
-    if found.placements == placements or (value.shape != param.shape and state not in _FACTORS):
+    if found.placements == wanted.placements or value.shape != param.shape:
         return value
-    return value.redistribute(placements=placements)
+    return value.redistribute(placements=wanted.placements)
 
 
 def settle_gradient(param: Tensor, label: Callable[[], str]) -> None:
@@ -144,7 +124,7 @@ def set_gradient(stand_in: Tensor, grad: Tensor | None) -> None:
 
 
 _NOT_GATHERED = ("state_bits", "master_bits", "rounding")  # options of storage formats that only parts can have
-Gathers = Callable[["DTensor", Group], bool]  # whether the group's rule needs the whole parameter
+Gathers = Callable[[Group], bool]  # whether the group's rule needs whole parameters
 
 
 def why_not_stepped(param: Tensor, local: Tensor) -> str | None:
@@ -175,7 +155,7 @@ def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
     if any(place.is_partial() for place in param.placements):
         return f"{where}, a sum that is not reduced: redistribute it to Replicate() or Shard(dim) before training"
     asked = [f"{name}={group[name]!r}" for name in _NOT_GATHERED if group.get(name) not in (None, "nearest")]
-    if asked and split_dims(param) and gathers(param, group):
+    if asked and split_dims(param) and gathers(group):
         return (
             f"{where}, which this optimizer gathers for its step, and {', '.join(asked)} is for parts only. Leave that "
             "option out for this group, redistribute the parameter to Replicate(), or leave the parameter out of "
@@ -256,22 +236,18 @@ def local_values(param: Tensor, values: dict[str, Any]) -> dict[str, Any]:
         return values
     for name, value in values.items():
         if is_dtensor(value):
-            values[name] = placed_as(param, value, f"a state {name!r}", name)
+            values[name] = placed_as(param, value, f"a state {name!r}")
     return {name: local_part(value) for name, value in values.items()}
 
 
 def shared_value(param: "DTensor", name: str, value: Any) -> Any:
-    """Returns a state entry as a DTensor if it has one value per element, row or column.
+    """Returns a state entry as a DTensor if it has one value per element.
 
     Blocks of 8-bit codes belong to this rank's part and have no meaning on another rank.
     """
     if not isinstance(value, Tensor) or name in precision.SCALAR_NAMES or precision.is_of_blocks(name):
         return value
-    if name not in _FACTORS:
-        return as_shard_of(param, value)
-    shape = list(param.shape)
-    shape[_FACTORS[name]] = 1
-    return from_local(value, param, state_placements(param, name), torch.Size(shape))
+    return as_shard_of(param, value)
 
 
 def rows_of(value: "DTensor") -> "Rows":

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import precision
 from ..rule import has_rule
-from .dtensors import from_local, is_dtensor, local_part, portable, rows_of, set_gradient, state_placements
+from .dtensors import is_dtensor, local_part, placed_as, portable, rows_of, set_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -108,11 +108,8 @@ class Piece:
         if not isinstance(value, Tensor):
             return value
         if is_dtensor(value):
-            placements = state_placements(self.part, name)
-            return local_part(value if value.placements == placements else value.redistribute(placements=placements))
-        if not self._is_whole(name, value) or value.shape[0] == self.local.shape[0]:
-            return value
-        return self.rows_of(value).clone()  # a view would keep the whole
+            return local_part(placed_as(self.part, value, f"a state {name!r}"))
+        return self.rows_of(value).clone() if self._is_whole(name, value) else value  # a view would keep the whole
 
     def shared_state(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns a parameter's states, rows as DTensors of all rows. 8-bit blocks of all rows become float32."""
@@ -122,7 +119,7 @@ class Piece:
         ):
             values = precision.without_blocks(values)
         return {
-            name: self._placed(name, self.local_state(name, value)) if self._is_whole(name, value) else value
+            name: self.distributed(self.local_state(name, value)) if self._is_whole(name, value) else value
             for name, value in values.items()
         }
 
@@ -132,18 +129,11 @@ class Piece:
         return self.distributed(value) if is_local and name not in precision.SCALAR_NAMES else value
 
     def _is_whole(self, name: str, value: Any) -> bool:
-        if not isinstance(value, Tensor) or is_dtensor(value) or not self.part.ndim or not value.ndim:
+        """Returns whether a state is a plain tensor with all rows, of which this rank keeps its own."""
+        if not isinstance(value, Tensor) or is_dtensor(value) or name in precision.SCALAR_NAMES:
             return False
-        if name in precision.SCALAR_NAMES or precision.is_of_blocks(name):
-            return False
-        is_split = not state_placements(self.part, name)[0].is_replicate()
-        return is_split and value.shape[0] == self.part.shape[0]
-
-    def _placed(self, name: str, local: Tensor) -> "DTensor":
-        if local.shape == self.local.shape:
-            return self.distributed(local)
-        shape = torch.Size((self.part.shape[0], *local.shape[1:]))
-        return from_local(local, self.part, state_placements(self.part, name), shape)
+        is_split = not self.part.placements[0].is_replicate()
+        return is_split and value.shape == self.part.shape and not precision.is_of_blocks(name)
 
 
 _pieces: MutableMapping[Tensor, Piece] = WeakIdKeyDictionary()

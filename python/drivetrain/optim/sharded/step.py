@@ -3,6 +3,7 @@
 import functools
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,6 @@ from .dtensors import (
     why_not,
     why_not_stepped,
 )
-from .mesh_sums import MeshSums, Part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -35,12 +35,21 @@ if TYPE_CHECKING:
 Run = Callable[[list[Group], dict[Tensor, Any], _C.StepOptions], tuple[_C.StepResult, bool]]
 
 
+@dataclass
+class _LocalPart:
+    """A DTensor parameter, this rank's part of it, and the plain tensor that stands for the part in the native step."""
+
+    param: "DTensor"
+    local: Tensor
+    plain: Tensor
+
+
 class Shards:
     """The parameters of one optimizer as plain tensors, kept between steps because the native reader caches them."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._parts: dict[int, Part] = {}  # by the id of the parameter
+        self._parts: dict[int, _LocalPart] = {}  # by the id of the parameter
 
     def step(
         self, groups: list[Group], state: dict[Tensor, Any], options: _C.StepOptions, run: Run
@@ -52,10 +61,9 @@ class Shards:
         Returns:
             The result, and the norm of all ranks' gradients if the options need it.
         """
-        parts: dict[int, Part] = {}
+        parts: dict[int, _LocalPart] = {}
         local_state: dict[Tensor, Any] = defaultdict(dict)
         local_groups: list[Group] = []
-        split: list[Part] = []
         gathered: list[tuple[Group, int, DTensor]] = []
         try:
             for index, group in enumerate(groups):
@@ -66,22 +74,18 @@ class Shards:
                         label = functools.partial(label_of, group, index, place)
                         part = parts[id(param)] = self._part(param, group, state, label)
                         settle_gradient(param, label)
-                        is_split = param.grad is not None and bool(split_dims(param))
-                        if is_split and self._rule.gathers(param, group):
+                        if param.grad is not None and split_dims(param) and self._rule.gathers(group):
                             gathered.append((group, place, param))
                             continue
                         stand_in = part.plain
                         set_gradient(stand_in, param.grad)
-                        if is_split:
-                            split.append(part)
                     plain.append(stand_in)
                     if param in state:
                         local_state[stand_in] = local_values(param, state[param])
                 local_groups.append({**group, "params": plain})
             self._parts = parts
             norm, asked = _treated(groups, options)
-            share = MeshSums(split, local_state, self._rule.hypers) if split else None
-            result, has_new_states = run(local_groups, local_state, _C.StepOptions(**asked, share=share))
+            result, has_new_states = run(local_groups, local_state, _C.StepOptions(**asked))
             if result.has_wrappers:
                 _refuse_wrappers(local_groups)
             if has_new_states:
@@ -98,12 +102,11 @@ class Shards:
             for part in parts.values():
                 part.plain.grad = None
 
-    def _part(self, param: "DTensor", group: Group, state: dict[Tensor, Any], label: Callable[[], str]) -> Part:
+    def _part(self, param: "DTensor", group: Group, state: dict[Tensor, Any], label: Callable[[], str]) -> _LocalPart:
         """Returns the part of the step before if it is still valid, else a new one."""
         local, before = local_part(param), self._parts.get(id(param))
         if before is not None and before.param is param:
             if before.local is local:
-                before.group = group
                 return before
             if before.local.dtype != local.dtype and state.get(param):
                 raise TypeError(
@@ -112,7 +115,7 @@ class Shards:
                 )
         if (reason := why_not(param, group, self._rule.gathers)) is not None:
             raise NotImplementedError(f"{label()} {reason}.")
-        return Part(param, local, local.detach(), group)
+        return _LocalPart(param, local, local.detach())
 
 
 def _treated(groups: list[Group], options: _C.StepOptions) -> tuple[Tensor | None, dict[str, Any]]:
@@ -138,7 +141,7 @@ def _treated(groups: list[Group], options: _C.StepOptions) -> tuple[Tensor | Non
 
 
 def _write_back(
-    state: dict[Tensor, Any], local_state: dict[Tensor, Any], parts: dict[int, Part], groups: list[Group]
+    state: dict[Tensor, Any], local_state: dict[Tensor, Any], parts: dict[int, _LocalPart], groups: list[Group]
 ) -> None:
     """Copies the states that the step created or removed back to the optimizer's state."""
     for param in (param for group in groups for param in group["params"]):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_loader, state_di
 from drivetrain.bench.measure import Row, median_interval
 from drivetrain.checkpointing import CheckpointError, Store
 
-from . import checkpoint_resume, checkpoint_steps, checkpoint_survivors
+from . import checkpoint_resume, checkpoint_steps
 
 LIMIT_S = 600.0
 FLIPS = 1000
@@ -43,7 +43,6 @@ def run(directory: Path | None, rounds: int, gib: float) -> list[Row]:
         del tensors
         rows.append(_flips(folder / "flips"))
         rows += checkpoint_steps.run(folder, min(rounds, 5))
-        rows.append(checkpoint_survivors.run(folder, min(rounds, 5)))
         rows += checkpoint_resume.run(folder)
     return rows
 

@@ -9,7 +9,6 @@ from .store.remote import Remote
 from .store.save import Save
 from .store.store import Store
 from .store.uploader import TierStatus
-from .survivors import continue_in_place
 
 __all__ = [
     "Checkpoint",
@@ -23,5 +22,4 @@ __all__ = [
     "Save",
     "Store",
     "TierStatus",
-    "continue_in_place",
 ]

@@ -17,7 +17,6 @@ from torch import nn
 
 from .. import phases
 from ..ddp.accumulate import Window
-from . import survivors
 from .preemption.agreement import Flags, Ranks, named_wait
 from .preemption.cloud import Source
 from .preemption.interval import Interval, seconds_of
@@ -253,8 +252,6 @@ class Checkpointer:
             if kind is None and not is_preempted:
                 self._finish()
             elif not is_preempted:
-                if survivors.are_expected():
-                    saver.store.abandon()  # a save in progress would wait for a rank that may have died
                 saver.wait()
         finally:
             self._close(is_orderly=kind is None or is_preempted)

@@ -226,10 +226,6 @@ class Store:
             self._lock.close()
             self._lock = None
 
-    def abandon(self) -> None:
-        """Makes saves in progress fail instead of waiting for other ranks, which may have died."""
-        self._coordinator.abandon()
-
     def announce(self, call: str) -> Callable[[], str | None]:
         """Notes that this rank makes a call that all ranks must make.
 

@@ -18,7 +18,7 @@ from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote
 
 STEPS = 3
 FILES = ("rank-00000-of-00001.safetensors", "rank-00000-of-00001.json", "manifest.json")
-NOTES = ("run.json", "tiers.json", "audit.jsonl")  # next to the checkpoints of the directory
+NOTES = ("run.json", "tiers.json")  # next to the checkpoints of the directory
 
 
 def flip(path: Path) -> None:

@@ -81,7 +81,7 @@ def test_files_and_folders_have_the_modes_of_the_umask(umask: int, tmp_path: Pat
     finally:
         os.umask(before)
     paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
-    assert {path.name for path in paths} >= {".lock", "audit.jsonl", "run.json", "tiers.json", "manifest.json"}
+    assert {path.name for path in paths} >= {".lock", "run.json", "tiers.json", "manifest.json"}
     for path in paths:
         expected = (0o777 if path.is_dir() else 0o666) & ~umask
         assert stat.S_IMODE(path.stat().st_mode) == expected, f"{path}: {oct(path.stat().st_mode)}"

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -26,7 +25,6 @@ from .saver import Saver
 from .state.data_position import position_of
 from .state.position import Position, Stateful
 from .state.training_state import FORMAT, TrainingState
-from .store.audit import AUDIT
 from .store.encryption import Encryption
 from .store.errors import CheckpointError
 from .store.reading import Checkpoint
@@ -94,9 +92,8 @@ class Checkpointer:
         grace: Time between the announcement and the end. A save that takes longer warns.
         exit_code: Exit code of the process after a preemption, 0 to 255; None continues after the block.
         timeout: Limit in seconds on every wait for a disk or another rank.
-        encryption: Encrypts checkpoints with AES-256-GCM; see `Encryption`. None writes plain files.
-        audit: Appends a line of JSON for each save, load and deletion to `audit.jsonl` in the directory, or to the
-            given file. False writes none. A `Store` has settings of its own for both.
+        encryption: Encrypts checkpoints with AES-256-GCM; see `Encryption`. None writes plain files. A `Store` has a
+            setting of its own.
         tiers: `Remote(url)` uploads checkpoints. The block begins with the newest checkpoint of all tiers and of the
             directory.
 
@@ -135,7 +132,6 @@ class Checkpointer:
         exit_code: int | None = EXIT_CODE,
         timeout: float = 1800.0,
         encryption: Encryption | None = None,
-        audit: bool | str | os.PathLike[str] = True,
         tiers: Sequence[Remote] = (),
     ) -> None:
         if on_error not in ("raise", "log"):
@@ -172,7 +168,6 @@ class Checkpointer:
             keep=keep,
             timeout=timeout,
             encryption=encryption,
-            audit=Path(self._home) / AUDIT if audit is True else audit or None,
         )
         self._every = Interval.of(every, mtbf)
         self._logs_errors = on_error == "log"

@@ -222,11 +222,9 @@ def _load(checkpoint: Checkpoint, rank: int, training: TrainingState) -> tuple[J
             while waiting and nbytes < _BYTES_AT_ONCE:
                 group.append(waiting.pop(0))
                 nbytes += sizes[group[-1]]
-            tensors.update(checkpoint.read(group))
+            tensors.update(checkpoint.load(group))
             bar.advance(task, nbytes)
     if is_told:
         _logger.info("loaded %.1f GiB from %s in %.1f s", total / 2**30, checkpoint.path, time.monotonic() - began)
-    parts = read_shards(checkpoint, state, training.region)
-    tensors |= parts
-    checkpoint.record_load(sum(sizes.values()) + sum(part.nbytes for part in parts.values()))
+    tensors |= read_shards(checkpoint, state, training.region)
     return state, tensors

@@ -14,7 +14,6 @@ import torch
 from ..checkpointing import Checkpoint, CheckpointError, Encryption
 from ..checkpointing.state.training_state import state_dicts
 from ..checkpointing.store import directory as disk
-from ..checkpointing.store.audit import AUDIT, AuditLog
 from ..checkpointing.store.layout import step_name
 from ..checkpointing.store.reading import complete_checkpoints, find_checkpoints, survey
 from ..checkpointing.store.save import write_tensors
@@ -126,7 +125,6 @@ def _show(args: argparse.Namespace) -> int:
     checkpoint = _chosen(args)
     print(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.world_size} ranks")
     rows = []
-    checkpoint.record_load(0)
     ranks = range(checkpoint.world_size) if args.rank is None else [args.rank]
     for rank in ranks:
         shapes, dtypes = checkpoint.shapes(rank), checkpoint.dtypes(rank)
@@ -185,9 +183,6 @@ def _collect(args: argparse.Namespace) -> int:
         removed = [folder for folder in folders if disk.remove_files(folder)]
     kept = len(folders) - len(removed)
     print(f"removed {len(removed)} folders" + (f", kept {kept} that hold other files" if kept else ""))
-    if (audit := _audit(args.directory)) is not None:
-        for one in old:
-            audit.append("delete", one.path, one.step, one.nbytes, one.key_id)
     return int(kept > 0)
 
 
@@ -202,8 +197,8 @@ def _found(args: argparse.Namespace) -> list[Checkpoint | Exception]:
 
 def _chosen(args: argparse.Namespace) -> Checkpoint:
     if args.step is not None:
-        return Checkpoint(args.directory / step_name(args.step), _encryption(args), _audit(args.directory))
-    complete = complete_checkpoints(args.directory, _encryption(args), _audit(args.directory))
+        return Checkpoint(args.directory / step_name(args.step), _encryption(args))
+    complete = complete_checkpoints(args.directory, _encryption(args))
     if not complete:
         raise ValueError(f"directory is {args.directory}, which has no complete checkpoint")
     return complete[-1]
@@ -213,11 +208,6 @@ def _encryption(args: argparse.Namespace) -> Encryption | None:
     if args.key_file is None and args.key_env is None:
         return None
     return Encryption(key_file=args.key_file, key_env=args.key_env, accept_plain=args.accept_plain)
-
-
-def _audit(directory: Path) -> AuditLog | None:
-    """Returns the audit log of a directory whose runs keep one."""
-    return AuditLog(directory / AUDIT) if (directory / AUDIT).exists() else None
 
 
 def _shortened(text: str, limit: int = 2000) -> str:

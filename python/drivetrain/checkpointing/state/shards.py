@@ -172,7 +172,7 @@ def _assembled(
 
 
 def _read(checkpoint: Checkpoint, record: dict[str, JSON]) -> Tensor:
-    return checkpoint.read([_name(record)])[_name(record)]
+    return checkpoint.load([_name(record)])[_name(record)]
 
 
 def _slices(begins: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:

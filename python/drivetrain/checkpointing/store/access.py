@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .audit import AUDIT
 from .directory import user_name
 from .errors import CheckpointError
 from .layout import LEFTOVER, LOCK, step_of
@@ -54,7 +53,7 @@ def _needed(directory: Path, is_first: bool) -> Iterator[tuple[Path, int]]:
         return
     yield directory, _CHANGE
     for path in sorted(directory.iterdir()) if is_first else ():
-        if path.name in (LOCK, AUDIT):
+        if path.name == LOCK:
             yield path, os.R_OK | os.W_OK
             continue
         is_ours = step_of(path.name) is not None or LEFTOVER.fullmatch(path.name)

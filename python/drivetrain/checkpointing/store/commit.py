@@ -142,7 +142,6 @@ class Writer:
         name, record_name = (part_name(self.rank, self.world_size, suffix) for suffix in ("safetensors", "json"))
         cipher = None if self.encryption is None else self.encryption.new_cipher(name)
         snapshot.write(os.fspath(folder / name))
-        save._key_id = None if cipher is None else cipher.protection.key_id
         tags = [] if cipher is None else self._encrypt(snapshot, cipher, checkpoint)
         if not snapshot.wait_written(self.timeout_s):
             raise CheckpointError(

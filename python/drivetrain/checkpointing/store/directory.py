@@ -20,7 +20,6 @@ from .errors import CheckpointError
 from .layout import LEFTOVER, LOCK, is_known, step_of, temporary_name
 
 _logger = logging.getLogger("drivetrain")
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # by another process
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
@@ -30,29 +29,6 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
-
-
-def take_lock(descriptor: int, timeout_s: float) -> OSError | None:
-    """Waits for a file's lock. Returns None once this process has it, and otherwise why not."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _HELD or time.monotonic() >= deadline:
-                return error
-        else:
-            return None
-        time.sleep(0.02)
-
-
-def unlock_and_close(descriptor: int) -> None:
-    """Releases a file's lock and closes it. To close alone would leave the lock to children forked meanwhile."""
-    try:
-        with contextlib.suppress(OSError):  # the file system has no locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
 
 
 def sync(path: Path) -> None:
@@ -162,22 +138,35 @@ class Lock:
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            unlock_and_close(descriptor) if os.getpid() == self._pid else os.close(descriptor)
+        if descriptor < 0:
+            return
+        if os.getpid() == self._pid:
+            # To close alone would leave the lock to children that were forked meanwhile.
+            with contextlib.suppress(OSError):  # the file system has no locks
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()
 
     def _take(self, path: Path, timeout_s: float) -> None:
-        if (error := take_lock(self._descriptor, timeout_s)) is not None:
-            if error.errno in _HELD:
-                raise CheckpointError(
-                    f"{path.parent} is in use by {self._holder()}: give each run its own directory, or end that run."
-                ) from None
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise error
-            _logger.warning("%s cannot be locked (%s): use it from one job only", path.parent, error.strerror)
-            return
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    _logger.warning("%s cannot be locked (%s): use it from one job only", path.parent, error.strerror)
+                    return
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise CheckpointError(
+                        f"{path.parent} is in use by {self._holder()}: give each run its own directory, or end that "
+                        "run."
+                    ) from None
+            time.sleep(0.02)
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 

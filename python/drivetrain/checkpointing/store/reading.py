@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ... import _C
-from .audit import AuditLog
 from .encryption import TAG_BYTES, Encryption, FileCipher
 from .errors import CheckpointError, EncryptionError, Fault
 from .layout import CHUNK_BYTES, MANIFEST, Entry, decode_header, step_of
@@ -36,7 +35,6 @@ class Checkpoint:
         path: The checkpoint's folder, such as `runs/gpt/step-0000000100`.
         encryption: Finds the keys of an encrypted checkpoint. Without it, sizes and checksums of one can be verified,
             but no name, state or tensor be read.
-        audit: Gets a line for each load.
 
     Raises:
         CheckpointError: The metadata is damaged, or a file is missing or has another size. The message names it.
@@ -53,14 +51,9 @@ class Checkpoint:
         key_id: Identifier of the key that encrypts the manifest; None if the checkpoint is plain.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        encryption: Encryption | None = None,
-        audit: AuditLog | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], encryption: Encryption | None = None) -> None:
         self.path = Path(path)
-        self._encryption, self._audit = encryption, audit
+        self._encryption = encryption
         manifest = _read_manifest(self.path, encryption)
         self._parts = [_Part(self.path, manifest, files, encryption) for files in manifest.parts]  # by rank
         self.key_id = manifest.protection.key_id if manifest.protection is not None else None
@@ -107,21 +100,6 @@ class Checkpoint:
             KeyError: No such tensor exists.
             ValueError: Several ranks stored a tensor of that name, and `rank` is None.
         """
-        try:
-            loaded = self.read(names, rank=rank)
-        except CheckpointError as error:
-            self.record_load(0, str(error))
-            raise
-        self.record_load(sum(tensor.nbytes for tensor in loaded.values()))
-        return loaded
-
-    def record_load(self, nbytes: int, result: str = "ok") -> None:
-        """Appends a load of some bytes to the audit log, if there is one."""
-        if self._audit is not None:
-            self._audit.append("load", self.path, self.step, nbytes, self.key_id, result)
-
-    def read(self, names: Iterable[str] | None = None, *, rank: int | None = None) -> dict[str, Tensor]:
-        """Reads tensors as `load` does, and leaves the line of the audit log to the caller: see `record_load`."""
         wanted = None if names is None else list(dict.fromkeys(names))
         owners: dict[str, _Part] = {}
         for part in self._opened(rank):
@@ -296,13 +274,11 @@ class DamagedError(CheckpointError):
         self.fault = Fault(file, (), chunk, problem)
 
 
-def find_checkpoints(
-    directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
-) -> Iterator[Checkpoint | CheckpointError]:
+def find_checkpoints(directory: Path, encryption: Encryption | None = None) -> Iterator[Checkpoint | CheckpointError]:
     """Yields each checkpoint of a directory, or why its metadata cannot be trusted, in the order of steps."""
     for folder in sorted(_folders(directory), key=lambda folder: step_of(folder.name) or 0):
         try:
-            yield Checkpoint(folder, encryption, audit)
+            yield Checkpoint(folder, encryption)
         except CheckpointError as error:
             if not folder.exists():
                 continue  # a training that keeps only the newest ones has deleted it meanwhile
@@ -317,10 +293,10 @@ class Survey(NamedTuple):
     damaged: list[DamagedError]
 
 
-def survey(directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None) -> Survey:
+def survey(directory: Path, encryption: Encryption | None = None) -> Survey:
     """Examines the metadata of all checkpoints of a directory."""
     try:
-        found = list(find_checkpoints(directory, None, audit))
+        found = list(find_checkpoints(directory, None))
     except OSError as error:
         raise CheckpointError(
             f"{directory} cannot be read: {error}. Check the path and whether it is mounted."
@@ -332,7 +308,7 @@ def survey(directory: Path, encryption: Encryption | None = None, audit: AuditLo
     opened: list[Checkpoint] = []
     for checkpoint in reversed(complete):
         try:
-            opened.insert(0, Checkpoint(checkpoint.path, encryption, audit))
+            opened.insert(0, Checkpoint(checkpoint.path, encryption))
         except CheckpointError as error:
             if not opened and isinstance(error, EncryptionError):
                 raise  # a missing key of the newest must not bring back an older state silently
@@ -340,11 +316,9 @@ def survey(directory: Path, encryption: Encryption | None = None, audit: AuditLo
     return Survey(opened, damaged)
 
 
-def complete_checkpoints(
-    directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
-) -> list[Checkpoint]:
+def complete_checkpoints(directory: Path, encryption: Encryption | None = None) -> list[Checkpoint]:
     """Returns the complete checkpoints that `survey` finds, and logs why it passes over others."""
-    found = survey(directory, encryption, audit)
+    found = survey(directory, encryption)
     for error in found.damaged:
         _logger.warning("a checkpoint is passed over: %s", error)
     return found.complete

@@ -58,7 +58,6 @@ class Save:
         self._snapshot: Snapshot | None = None
         self._copy_began, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
-        self._key_id: str | None = None  # of the key that encrypts
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
         self._ready = ready  # waits until the tensors have their values

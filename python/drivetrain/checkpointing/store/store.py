@@ -16,13 +16,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ..._C import Slab
 from ...frames import place_of
 from . import directory as disk
-from .audit import AuditLog
 from .commit import Writer, describe
 from .coordinator import Coordinator
 from .encryption import Encryption
 from .errors import CheckpointError
 from .identity import Origin
-from .layout import check_tensors, step_name
+from .layout import check_tensors
 from .manifest import JSON, copy_json
 from .reading import Checkpoint, Survey, complete_checkpoints, survey
 from .save import LONGEST_WAIT_S, Save
@@ -45,7 +44,6 @@ class Store:
         timeout: Limit in seconds on every wait for a disk or for another rank.
         lock_timeout: Seconds to wait for a process that holds the directory, such as one that is being killed.
         encryption: Encrypts new checkpoints, and decrypts old ones; None writes plain files.
-        audit: A file that gets a line of JSON for each save, load and deletion; None writes none.
 
     Raises:
         CheckpointError: Another process uses the directory.
@@ -73,7 +71,6 @@ class Store:
         timeout: float = LONGEST_WAIT_S,
         lock_timeout: float = 5.0,
         encryption: Encryption | None = None,
-        audit: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, expected 0 to world_size - 1, which is {world_size - 1}")
@@ -106,7 +103,6 @@ class Store:
         self._keep = keep
         self._lock_timeout_s, self._timeout_s = lock_timeout, timeout
         self._encryption = encryption
-        self._audit = None if audit is None else AuditLog(audit, rank)
         self._writer = Writer(self.directory, coordinator, timeout, encryption)
         self._coordinator = coordinator
         self.on_complete: Callable[[Path], None] = lambda _: None
@@ -174,7 +170,7 @@ class Store:
                 copy_json(state),
                 is_encrypted=self._encryption is not None,
                 ready=ready,
-                open_checkpoint=lambda path: Checkpoint(path, self._encryption, self._audit),
+                open_checkpoint=lambda path: Checkpoint(path, self._encryption),
                 progress=self._progress,
             )
         except (TypeError, ValueError) as error:
@@ -192,11 +188,11 @@ class Store:
             CheckpointError: The directory cannot be read.
             EncryptionError: The key of the newest one is missing, or it is plain although it must not be.
         """
-        return complete_checkpoints(self.directory, self._encryption, self._audit)
+        return complete_checkpoints(self.directory, self._encryption)
 
     def survey(self) -> Survey:
         """Returns the complete checkpoints and the errors of damaged ones; raises what `checkpoints` raises."""
-        return survey(self.directory, self._encryption, self._audit)
+        return survey(self.directory, self._encryption)
 
     def latest(self) -> Checkpoint | None:
         """Returns the newest complete checkpoint whose metadata holds; None if there is none.
@@ -254,9 +250,6 @@ class Store:
             path = self._write(index, save)
         except BaseException as caught:
             error = caught
-        if self._audit is not None:
-            place, result = path or self.directory / step_name(save.step), "ok" if error is None else str(error)
-            self._audit.append("save", place, save.step, save.nbytes, save._key_id, result)
         if path is not None and self.rank == 0:
             self.on_complete(path)
         save._end(path, error)
@@ -311,8 +304,6 @@ class Store:
                 if self.is_held(checkpoint.path):
                     continue
                 self._remove(disk.retire(checkpoint.path))
-                if self._audit is not None:
-                    self._audit.append("delete", checkpoint.path, checkpoint.step, checkpoint.nbytes, checkpoint.key_id)
         except (CheckpointError, OSError) as error:
             _logger.warning("an old checkpoint in %s was not deleted: %s", self.directory, error)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoint_crashes.contents import KEEP, KEYS, problems_after_restart, problems_of, step_of, tensors_of
+from checkpoint_crashes.contents import KEEP, problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Call, Disk, read_trace
 from drivetrain.checkpointing import Store
 from drivetrain.checkpointing.store.reading import complete_checkpoints, find_checkpoints
@@ -78,17 +78,15 @@ class Server:
         return answer
 
 
-def kill_rounds(
-    server: Server, folder: Path, seeds: range, world_size: int, is_encrypted: bool = False
-) -> Iterator[tuple[int, bool, list[str]]]:
+def kill_rounds(server: Server, folder: Path, seeds: range, world_size: int) -> Iterator[tuple[int, bool, list[str]]]:
     """Kills a run once per seed, and restarts it in the same directory. Yields (seed, was killed, problems).
 
     Three of four rounds kill at a random system call, before, within or after it; the others after a random time. The
     rounds repeat with their first seed and number, except for the order of concurrent writes.
     """
-    directory = folder / f"kills-{world_size}-{is_encrypted}"
+    directory = folder / f"kills-{world_size}"
     directory.mkdir()
-    plan = {"directory": str(directory), "world_size": world_size, "is_encrypted": is_encrypted}
+    plan = {"directory": str(directory), "world_size": world_size}
     acknowledged, first = 0, 1
     calls = 60
     for seed in seeds:
@@ -110,27 +108,25 @@ def kill_rounds(
         calls = max(calls, answer["calls"])
         Path(one["store"]).unlink(missing_ok=True)
         yield seed, answer["killed"] > 0, answer["problems"]
-    yield seeds.stop, False, problems_of(directory, acknowledged, world_size, KEYS if is_encrypted else None)
+    yield seeds.stop, False, problems_of(directory, acknowledged, world_size)
 
 
-def record_saves(server: Server, folder: Path, rounds: int, is_encrypted: bool = False) -> tuple[str, list[Call]]:
+def record_saves(server: Server, folder: Path, rounds: int) -> tuple[str, list[Call]]:
     """Records the system calls of several runs in one directory, each of three saves. Returns (directory, calls)."""
-    directory = folder / f"recorded-{is_encrypted}"
+    directory = folder / "recorded"
     directory.mkdir()
     calls: list[Call] = []
     for index in range(rounds):
         trace = folder / f"trace-{index}"
         plan = {"directory": str(directory), "world_size": 1, "acknowledged": 3 * index, "first": 3 * index + 1}
-        answer = server.run({**plan, "trace": str(trace), "is_encrypted": is_encrypted})
+        answer = server.run({**plan, "trace": str(trace)})
         assert not answer["problems"], answer["problems"]
         calls += read_trace(trace)
         trace.unlink()
     return str(directory), calls
 
 
-def cut_rounds(
-    directory: str, calls: list[Call], folder: Path, seeds: range, is_encrypted: bool = False
-) -> Iterator[tuple[int, list[str]]]:
+def cut_rounds(directory: str, calls: list[Call], folder: Path, seeds: range) -> Iterator[tuple[int, list[str]]]:
     """Cuts the power at a random call per seed, and restarts from a random disk state. Yields (seed, problems)."""
     points = sorted((random.Random(seed).randrange(len(calls) + 1), seed) for seed in seeds)
     disk, at, acknowledged = Disk(directory), 0, 0
@@ -143,7 +139,7 @@ def cut_rounds(
         state = folder / f"cut-{seed}"
         draw = random.Random(f"state {seed}")
         disk.write_state(state, draw)
-        problems = problems_after_restart(state, acknowledged, KEYS if is_encrypted else None)
+        problems = problems_after_restart(state, acknowledged)
         yield seed, [f"call {point}: {problem}" for problem in problems]
         shutil.rmtree(state)
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import drivetrain
-from drivetrain.checkpointing import Checkpointer, CheckpointError, Encryption
+from drivetrain.checkpointing import Checkpointer, CheckpointError
 from drivetrain.checkpointing.state.data_position import position_of
 from drivetrain.checkpointing.state.training_state import split
 from drivetrain.checkpointing.store.reading import complete_checkpoints
@@ -158,15 +158,13 @@ def test_a_state_keeps_a_dtype_that_torch_would_cast(tmp_path: Path) -> None:
         torch.testing.assert_close(optimizer.state[model.weight]["momentum_buffer"], state, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("is_encrypted", [False, True])
-def test_a_default_device_of_the_script_is_not_that_of_files(is_encrypted: bool, tmp_path: Path) -> None:
+def test_a_default_device_of_the_script_is_not_that_of_files(tmp_path: Path) -> None:
     """The device "meta" has no values, so that what was made on it by mistake cannot be saved or restored."""
-    options: Any = {"encryption": Encryption(key=lambda _: ("one", b"k" * 32))} if is_encrypted else {}
     model, optimizer = small(state_bits=8)
     make_step(model, optimizer)
     saved = [parameter.detach().clone() for parameter in model.parameters()]
     for is_restored in (False, True):
-        with torch.device("meta"), Checkpointer(tmp_path, model=model, optimizer=optimizer, every=1, **options) as ckpt:
+        with torch.device("meta"), Checkpointer(tmp_path, model=model, optimizer=optimizer, every=1) as ckpt:
             if not is_restored:
                 ckpt.step()
         assert ckpt.steps == 1

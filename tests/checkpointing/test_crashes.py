@@ -38,14 +38,9 @@ def server(shim: Path) -> Iterator[harness.Server]:
         yield running
 
 
-@pytest.mark.parametrize(
-    ("world_size", "num_rounds", "is_encrypted"),
-    [(1, rounds(12, 30), False), (2, rounds(6, 10), False), (1, rounds(6, 15), True), (2, rounds(4, 8), True)],
-)
-def test_kills_lose_nothing(
-    server: harness.Server, tmp_path: Path, world_size: int, num_rounds: int, is_encrypted: bool
-) -> None:
-    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + num_rounds), world_size, is_encrypted))
+@pytest.mark.parametrize(("world_size", "num_rounds"), [(1, rounds(12, 30)), (2, rounds(6, 10))])
+def test_kills_lose_nothing(server: harness.Server, tmp_path: Path, world_size: int, num_rounds: int) -> None:
+    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + num_rounds), world_size))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
     assert sum(killed for _, killed, _ in outcomes) > num_rounds // 4  # others ended before their random call
 
@@ -61,11 +56,9 @@ def test_loops_of_strangers_continue_with_the_same_bits(tmp_path: Path) -> None:
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 
-@pytest.mark.parametrize("is_encrypted", [False, True])
-def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path, is_encrypted: bool) -> None:
-    directory, calls = harness.record_saves(server, tmp_path, 3, is_encrypted)
-    seeds = range(SEED, SEED + rounds(20, 60))
-    outcomes = harness.cut_rounds(directory, calls, tmp_path, seeds, is_encrypted)
+def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path) -> None:
+    directory, calls = harness.record_saves(server, tmp_path, 3)
+    outcomes = harness.cut_rounds(directory, calls, tmp_path, range(SEED, SEED + rounds(20, 60)))
     assert [(seed, problems) for seed, problems in outcomes if problems] == []
 
 
@@ -202,7 +195,7 @@ def test_a_process_that_runs_out_of_memory_for_the_snapshot_goes_on(tmp_path: Pa
     x = torch.ones(1)
     huge = x.expand(1 << 24, 1 << 24)  # a petabyte, of which one element exists
     with Store(tmp_path) as store:
-        with pytest.raises(CheckpointError, match="MemoryError"):
+        with pytest.raises(CheckpointError, match="allocate memory"):
             store.save(1, {"huge": huge}, None).result(LIMIT_S)
         assert store.save(2, {"x": x}, None).result(LIMIT_S).load()["x"] == 1
 

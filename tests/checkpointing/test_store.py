@@ -178,7 +178,6 @@ def test_tensors_may_change_once_they_are_copied(tmp_path: Path) -> None:
                 tensor.add_(1)
             assert_same_bits(save.result(LIMIT_S).load(), expected)
             expected = {name: tensor.clone() for name, tensor in tensors.items()}
-        assert save.copy_s is not None
         assert save.write_s is not None
         assert save.done()
         assert save.exception() is None
@@ -405,7 +404,7 @@ def test_a_renamed_or_newer_checkpoint_is_refused(tmp_path: Path) -> None:
     manifest = moved / "manifest.json"
     body = manifest.read_bytes().replace(b'"version":1', b'"version":9').rpartition(b',\n"crc32c"')[0]
     manifest.write_bytes(body + b',\n"crc32c":"%08x"}\n' % _C.crc32c(body))
-    with pytest.raises(CheckpointError, match="format version 9, expected at most 2: update drivetrain"):
+    with pytest.raises(CheckpointError, match="format version 9, expected at most 1: update drivetrain"):
         Checkpoint(moved)
     assert json.loads(manifest.read_bytes())["step"] == 1  # plain JSON
 

@@ -18,7 +18,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
-from drivetrain.checkpointing import Checkpoint, Checkpointer, CheckpointError, Encryption, Remote, Store
+from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote, Store
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
 from drivetrain.ddp import DistributedDataParallel
@@ -259,14 +259,6 @@ def test_a_damaged_checkpoint_is_not_uploaded(
 def test_uploads_can_be_rarer(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
     trained(tmp_path, 5, tiers=[Remote("flaky://run", every="1h", keep=None)])
     assert stored(remote) == {"step-0000000001", "step-0000000005"}  # the first and the last
-
-
-def test_encrypted_checkpoints_are_uploaded_as_they_are(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
-    keys = Encryption(key=lambda key_id: ("k", bytes(32)))
-    tiers: list[Remote] = [Remote("flaky://run")]
-    trained(tmp_path / "a", 2, tiers=tiers, encryption=keys)
-    assert trained(tmp_path / "b", 1, tiers=tiers, encryption=keys).steps == 3
-    assert Checkpoint(tmp_path / "b" / "step-0000000003").key_id == "k"
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])

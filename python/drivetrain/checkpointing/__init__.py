@@ -2,8 +2,7 @@
 
 from .checkpointer import Checkpointer
 from .store.coordinator import Coordinator
-from .store.encryption import Encryption
-from .store.errors import CheckpointError, EncryptionError, Fault
+from .store.errors import CheckpointError, Fault
 from .store.reading import Checkpoint
 from .store.remote import Remote
 from .store.save import Save
@@ -15,8 +14,6 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Coordinator",
-    "Encryption",
-    "EncryptionError",
     "Fault",
     "Remote",
     "Save",

@@ -25,7 +25,6 @@ from .saver import Saver
 from .state.data_position import position_of
 from .state.position import Position, Stateful
 from .state.training_state import FORMAT, TrainingState
-from .store.encryption import Encryption
 from .store.errors import CheckpointError
 from .store.reading import Checkpoint
 from .store.remote import Remote
@@ -92,8 +91,6 @@ class Checkpointer:
         grace: Time between the announcement and the end. A save that takes longer warns.
         exit_code: Exit code of the process after a preemption, 0 to 255; None continues after the block.
         timeout: Limit in seconds on every wait for a disk or another rank.
-        encryption: Encrypts checkpoints with AES-256-GCM; see `Encryption`. None writes plain files. A `Store` has a
-            setting of its own.
         tiers: `Remote(url)` uploads checkpoints. The block begins with the newest checkpoint of all tiers and of the
             directory.
 
@@ -131,7 +128,6 @@ class Checkpointer:
         grace: str | float | datetime.timedelta = "30s",
         exit_code: int | None = EXIT_CODE,
         timeout: float = 1800.0,
-        encryption: Encryption | None = None,
         tiers: Sequence[Remote] = (),
     ) -> None:
         if on_error not in ("raise", "log"):
@@ -167,7 +163,6 @@ class Checkpointer:
             world_size=self._ranks.world_size,
             keep=keep,
             timeout=timeout,
-            encryption=encryption,
         )
         self._every = Interval.of(every, mtbf)
         self._logs_errors = on_error == "log"

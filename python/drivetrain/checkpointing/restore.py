@@ -19,7 +19,7 @@ from .preemption.agreement import Ranks
 from .state.encoding import Encoder
 from .state.shards import JSON, read_shards
 from .state.training_state import TrainingState, names_of
-from .store.errors import CheckpointError, EncryptionError
+from .store.errors import CheckpointError
 from .store.layout import step_of
 from .store.reading import Checkpoint
 from .tiers import Tiers
@@ -40,7 +40,6 @@ def load_newest(
 
     Raises:
         CheckpointError: Checkpoints exist and none can be read, or ranks see different directories.
-        EncryptionError: The key of the newest checkpoint is missing.
     """
     local = tiers.store.directory
     complete, damaged = tiers.store.survey()
@@ -83,10 +82,7 @@ def load_newest(
                 )
             tiers.continue_with(checkpoint)
             return checkpoint, *loaded
-        is_locked = isinstance(failure, EncryptionError)
         failure = failure or CheckpointError(f"{checkpoint.path} cannot be read by another rank, whose log says why")
-        if ranks.any_true(is_locked):
-            raise failure  # a missing key must not bring back an older state silently
         older = max((serial for serial in found if serial < mine), default=0)
         if mine not in fetched and tiers.fetch(older, mine):
             fetched.add(mine)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpointing import Checkpoint, CheckpointError, Encryption
+from ..checkpointing import Checkpoint, CheckpointError
 from ..checkpointing.state.training_state import state_dicts
 from ..checkpointing.store import directory as disk
 from ..checkpointing.store.layout import step_name
@@ -46,12 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--damaged", action="store_true", help="for gc: also delete checkpoints that `ls` calls damaged"
     )
-    keys = parser.add_mutually_exclusive_group()
-    keys.add_argument("--key-file", type=Path, metavar="FILE", help="keys of encrypted checkpoints, one per line")
-    keys.add_argument("--key-env", metavar="NAME", help="the environment variable that has the keys")
-    parser.add_argument(
-        "--accept-plain", action="store_true", help="with a key: also read checkpoints that are not encrypted"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,14 +63,13 @@ def _list(args: argparse.Namespace) -> int:
     for found in _found(args):
         if isinstance(found, Checkpoint):
             saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.created))
-            is_open = found.key_id is None or _encryption(args) is not None
-            count = sum(len(found.names(rank)) for rank in range(found.world_size)) if is_open else "?"
+            count = sum(len(found.names(rank)) for rank in range(found.world_size))
             size = f"{found.nbytes / 2**20:,.1f} MiB"
-            rows.append((str(found.step), saved, str(found.world_size), str(count), size, found.key_id or "", "intact"))
+            rows.append((str(found.step), saved, str(found.world_size), str(count), size, "intact"))
         else:
             errors.append(str(found))
-            rows.append(("?", "", "", "", "", "", "damaged"))
-    print(text_table(("step", "saved", "ranks", "tensors", "size", "key", "metadata"), rows))
+            rows.append(("?", "", "", "", "", "damaged"))
+    print(text_table(("step", "saved", "ranks", "tensors", "size", "metadata"), rows))
     for line in _tiers(args.directory):
         print(line)
     for error in errors:
@@ -113,9 +106,7 @@ def _verify(args: argparse.Namespace) -> int:
         for fault in faults:
             print(f"damaged: {found.path.name}/{fault}")
         if not faults:
-            is_locked = found.key_id is not None and _encryption(args) is None
-            note = " (checksums only: no key was given)" if is_locked else ""
-            print(f"intact: {found.path.name}, {found.nbytes:,} bytes{note}")
+            print(f"intact: {found.path.name}, {found.nbytes:,} bytes")
     if not count:
         print(f"{args.directory} has no checkpoint")
     return int(is_damaged)
@@ -191,23 +182,17 @@ def _found(args: argparse.Namespace) -> list[Checkpoint | Exception]:
         raise ValueError(f"directory is {args.directory}, which is no directory")
     if args.step is not None:
         return [_chosen(args)]
-    found: list[Checkpoint | Exception] = list(find_checkpoints(args.directory, _encryption(args)))
+    found: list[Checkpoint | Exception] = list(find_checkpoints(args.directory))
     return sorted(found, key=lambda one: one.serial if isinstance(one, Checkpoint) else -1)
 
 
 def _chosen(args: argparse.Namespace) -> Checkpoint:
     if args.step is not None:
-        return Checkpoint(args.directory / step_name(args.step), _encryption(args))
-    complete = complete_checkpoints(args.directory, _encryption(args))
+        return Checkpoint(args.directory / step_name(args.step))
+    complete = complete_checkpoints(args.directory)
     if not complete:
         raise ValueError(f"directory is {args.directory}, which has no complete checkpoint")
     return complete[-1]
-
-
-def _encryption(args: argparse.Namespace) -> Encryption | None:
-    if args.key_file is None and args.key_env is None:
-        return None
-    return Encryption(key_file=args.key_file, key_env=args.key_env, accept_plain=args.accept_plain)
 
 
 def _shortened(text: str, limit: int = 2000) -> str:

@@ -13,7 +13,7 @@ from ..restore import of_another_run
 from ..state.encoding import decode
 from ..state.saved_optimizer import plain_name
 from ..state.training_state import names_of
-from ..store.errors import CheckpointError, EncryptionError
+from ..store.errors import CheckpointError
 from ..store.reading import Checkpoint
 from .trainers import TrainerSteps, check_position
 
@@ -232,8 +232,6 @@ def _newest(trainer: Trainer, complete: list[Checkpoint]) -> _Found | None:
         try:
             if serial in mine and _EXTRA in cast(dict[str, Any], mine[serial].state(0) or {}).get("extra", {}):
                 found = _Found(mine[serial], trainer.global_rank)
-        except EncryptionError:
-            raise
         except CheckpointError:
             pass  # The Checkpointer logs it.
         if trainer.strategy.reduce_boolean_decision(found is not None):

@@ -28,8 +28,7 @@ class TrainerSteps:
 
     def _complete(self) -> list[Checkpoint]:
         """Returns the complete checkpoints, oldest first; none if the directory does not exist."""
-        is_there = self._directory.is_dir()
-        return complete_checkpoints(self._directory, self._options.get("encryption")) if is_there else []
+        return complete_checkpoints(self._directory) if self._directory.is_dir() else []
 
     def _make(self, name: str, values: Any, **objects: Any) -> Checkpointer:
         """Makes the Checkpointer, which saves the Trainer's own values under its name."""

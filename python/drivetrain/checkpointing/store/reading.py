@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import ctypes
-import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ... import _C
-from .encryption import TAG_BYTES, Encryption, FileCipher
-from .errors import CheckpointError, EncryptionError, Fault
+from .errors import CheckpointError, Fault
 from .layout import CHUNK_BYTES, MANIFEST, Entry, decode_header, step_of
-from .manifest import JSON, Manifest, Protection, RankFiles, Record, hexadecimal, reveal, unseal
+from .manifest import JSON, Manifest, RankFiles, Record, hexadecimal, unseal
 
 _logger = logging.getLogger("drivetrain")
 _READ_THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -33,12 +27,9 @@ class Checkpoint:
 
     Args:
         path: The checkpoint's folder, such as `runs/gpt/step-0000000100`.
-        encryption: Finds the keys of an encrypted checkpoint. Without it, sizes and checksums of one can be verified,
-            but no name, state or tensor be read.
 
     Raises:
         CheckpointError: The metadata is damaged, or a file is missing or has another size. The message names it.
-        EncryptionError: A key is missing, or the checkpoint is plain and `encryption` does not accept that.
 
     Attributes:
         path: The folder.
@@ -48,15 +39,12 @@ class Checkpoint:
         serial: Position among the directory's checkpoints. It grows with each save, also after a return to an
             earlier step.
         run: The identity of the run that saved it; "" if a version saved it that knew none.
-        key_id: Identifier of the key that encrypts the manifest; None if the checkpoint is plain.
     """
 
-    def __init__(self, path: str | os.PathLike[str], encryption: Encryption | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._encryption = encryption
-        manifest = _read_manifest(self.path, encryption)
-        self._parts = [_Part(self.path, manifest, files, encryption) for files in manifest.parts]  # by rank
-        self.key_id = manifest.protection.key_id if manifest.protection is not None else None
+        manifest = _read_manifest(self.path)
+        self._parts = [_Part(self.path, files) for files in manifest.parts]  # by rank
         self.step, self.world_size, self.created = manifest.step, manifest.world_size, manifest.created
         self.serial, self.run = manifest.serial, manifest.run
 
@@ -118,24 +106,19 @@ class Checkpoint:
         return loaded if wanted is None else {name: loaded[name] for name in wanted}
 
     def verify(self) -> list[Fault]:
-        """Reads all files again and compares every checksum, and with keys every authentication tag.
+        """Reads all files again and compares every checksum.
 
         Returns:
             One fault per damaged chunk or file; empty if all bytes are as they were written.
         """
         try:
-            Checkpoint(self.path, self._encryption)
+            Checkpoint(self.path)
         except DamagedError as error:
             return [error.fault]
         return [fault for part in self._parts for fault in part.verify()]
 
     def _opened(self, rank: int | None) -> list[_Part]:
         """Returns the part of a rank; None: all parts."""
-        if self.key_id is not None and self._encryption is None:
-            raise EncryptionError(
-                f"{self.path} is encrypted with the key {self.key_id}, and no key was given: pass `encryption`, or "
-                "--key-file or --key-env on the command line"
-            )
         if rank is not None and not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank}, expected 0 to {self.world_size - 1}: {self.path} has {self.world_size}")
         return self._parts if rank is None else [self._parts[rank]]
@@ -148,9 +131,9 @@ class Checkpoint:
 
 
 class _Part:
-    """The record of one rank and the tensors of its file: `entries` by name, none if no key was given."""
+    """The record of one rank and the tensors of its file: `entries` by name."""
 
-    def __init__(self, folder: Path, manifest: Manifest, files: RankFiles, encryption: Encryption | None) -> None:
+    def __init__(self, folder: Path, files: RankFiles) -> None:
         data = _read_bytes(folder, files.record)
         found = hexadecimal(_C.crc32c(data))
         if len(data) != files.record_bytes or found != files.record_crc32c:
@@ -160,33 +143,23 @@ class _Part:
                 f"it has {len(data)} bytes and the CRC32C {found}, expected {files.record_bytes} bytes and "
                 f"{files.record_crc32c}",
             )
-        is_encrypted = manifest.protection is not None
-        self._folder, self._cipher, header, blamed = folder, None, None, files.record
+        self._folder, blamed = folder, files.record
         try:
-            record = unseal(data, Record)
-            if (record.protection is not None) != is_encrypted or record.file != files.file:
+            self.record = record = unseal(data, Record)
+            if record.file != files.file:
                 raise ValueError("it is not the record that the manifest means")
-            if is_encrypted:  # A plain manifest has been accepted before.
-                self._cipher = _cipher(folder, record.protection, record.file, encryption)
-            hidden = json.loads(reveal(data, self._cipher)) if self._cipher is not None else None
-            if record.checkpoint != (manifest.checkpoint if is_encrypted else "") or len(record.tags) != (
-                len(record.chunks) if is_encrypted else 0
-            ):
-                raise ValueError("it belongs to another checkpoint")
+            blamed = record.file
             try:
                 size = (folder / record.file).stat().st_size
             except OSError as error:
                 raise DamagedError(folder, record.file, f"it cannot be read: {error.strerror}") from error
             if size != record.file_bytes:
                 raise DamagedError(folder, record.file, f"it has {size} bytes, expected {record.file_bytes}")
-            if hidden is not None:
-                record, header = replace(record, state=hidden["state"]), base64.b64decode(hidden["header"])
-            elif not is_encrypted:
-                blamed, header = record.file, _read_bytes(folder, record.file, record.header_bytes)
-                if (found := hexadecimal(_C.crc32c(header))) != record.header_crc32c:
-                    problem = f"its header has the CRC32C {found}, expected {record.header_crc32c}"
-                    raise DamagedError(folder, record.file, problem, chunk=0)
-            self.record, self.entries = record, {} if header is None else decode_header(header)
+            header = _read_bytes(folder, record.file, record.header_bytes)
+            if (found := hexadecimal(_C.crc32c(header))) != record.header_crc32c:
+                problem = f"its header has the CRC32C {found}, expected {record.header_crc32c}"
+                raise DamagedError(folder, record.file, problem, chunk=0)
+            self.entries = decode_header(header)
         except ValueError as error:
             raise DamagedError(folder, blamed, str(error)) from error
 
@@ -215,54 +188,29 @@ class _Part:
 
     def _read(self, chunks: Iterable[int], targets: list[tuple[int, Tensor]]) -> list[Fault]:
         """Reads chunks into targets, given by their first byte in the file. Returns the faults of chunks."""
-        if self._cipher is None:
-            bad = self._read_stored(list(chunks), targets, _READ_THREADS)
-        else:
-            with ThreadPoolExecutor(_READ_THREADS, "drivetrain-decrypt") as threads:
-                decrypted = threads.map(lambda chunk: self._decrypt(chunk, targets), chunks)
-                bad = [problem for problems in decrypted for problem in problems]
-
-        def names_in(chunk: int) -> tuple[str, ...]:
-            return tuple(name for name, entry in self.entries.items() if chunk in _chunks_of(entry))
-
-        return [Fault(self.record.file, names_in(chunk), chunk, problem) for chunk, problem in bad]
-
-    def _decrypt(self, chunk: int, targets: list[tuple[int, Tensor]]) -> list[tuple[int, str]]:
-        assert self._cipher is not None
-        record, begin = self.record, chunk * CHUNK_BYTES
-        size = min(CHUNK_BYTES, record.file_bytes - begin)
-        sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8, device="cpu")
-        if bad := self._read_stored([chunk], [(begin, sealed[:size])], 1):
-            return bad
-        try:
-            opened = self._cipher.unseal_chunk(record.checkpoint, chunk, record.file_bytes, sealed, record.tags[chunk])
-        except ValueError as error:
-            return [(chunk, str(error))]
-        for at, tensor in targets:
-            first, last = max(begin, at), min(begin + size, at + tensor.nbytes)
-            if first < last:
-                ctypes.memmove(tensor.data_ptr() + first - at, opened.data_ptr() + first - begin, last - first)
-        return []
-
-    def _read_stored(
-        self, chunks: list[int], targets: list[tuple[int, Tensor]], num_threads: int
-    ) -> list[tuple[int, str]]:
         expected, path = self.record.chunks, self._folder / self.record.file
+        wanted = list(chunks)
         bad = _C.read_chunks(
             path=os.fspath(path),
             file_bytes=self.record.file_bytes,
-            chunks=chunks,
-            expected=[int(expected[chunk], 16) for chunk in chunks],
+            chunks=wanted,
+            expected=[int(expected[chunk], 16) for chunk in wanted],
             begins=[begin for begin, _ in targets],
             tensors=[tensor for _, tensor in targets],
-            num_threads=num_threads,
+            num_threads=_READ_THREADS,
             timeout_s=_LONGEST_READ_S,
         )
         if bad is None:
             raise CheckpointError(
                 f"{path} was not read within {_LONGEST_READ_S:g} s: the disk is slow or does not answer. Check it."
             )
-        return [(chunk, f"its CRC32C is {hexadecimal(found)}, expected {expected[chunk]}") for chunk, found in bad]
+
+        def fault(chunk: int, checksum: int) -> Fault:
+            names = tuple(name for name, entry in self.entries.items() if chunk in _chunks_of(entry))
+            problem = f"its CRC32C is {hexadecimal(checksum)}, expected {expected[chunk]}"
+            return Fault(self.record.file, names, chunk, problem)
+
+        return [fault(*one) for one in bad]
 
 
 class DamagedError(CheckpointError):
@@ -274,16 +222,15 @@ class DamagedError(CheckpointError):
         self.fault = Fault(file, (), chunk, problem)
 
 
-def find_checkpoints(directory: Path, encryption: Encryption | None = None) -> Iterator[Checkpoint | CheckpointError]:
+def find_checkpoints(directory: Path) -> Iterator[Checkpoint | CheckpointError]:
     """Yields each checkpoint of a directory, or why its metadata cannot be trusted, in the order of steps."""
     for folder in sorted(_folders(directory), key=lambda folder: step_of(folder.name) or 0):
         try:
-            yield Checkpoint(folder, encryption)
+            yield Checkpoint(folder)
         except CheckpointError as error:
             if not folder.exists():
                 continue  # a training that keeps only the newest ones has deleted it meanwhile
-            is_plain = not isinstance(error, DamagedError | EncryptionError)
-            yield DamagedError(folder, MANIFEST, str(error)) if is_plain else error
+            yield error if isinstance(error, DamagedError) else DamagedError(folder, MANIFEST, str(error))
 
 
 class Survey(NamedTuple):
@@ -293,32 +240,21 @@ class Survey(NamedTuple):
     damaged: list[DamagedError]
 
 
-def survey(directory: Path, encryption: Encryption | None = None) -> Survey:
+def survey(directory: Path) -> Survey:
     """Examines the metadata of all checkpoints of a directory."""
     try:
-        found = list(find_checkpoints(directory, None))
+        found = list(find_checkpoints(directory))
     except OSError as error:
         raise CheckpointError(
             f"{directory} cannot be read: {error}. Check the path and whether it is mounted."
         ) from error
     complete = sorted((one for one in found if isinstance(one, Checkpoint)), key=lambda one: one.serial)
-    damaged = [one for one in found if isinstance(one, DamagedError)]
-    if encryption is None:
-        return Survey(complete, damaged)
-    opened: list[Checkpoint] = []
-    for checkpoint in reversed(complete):
-        try:
-            opened.insert(0, Checkpoint(checkpoint.path, encryption))
-        except CheckpointError as error:
-            if not opened and isinstance(error, EncryptionError):
-                raise  # a missing key of the newest must not bring back an older state silently
-            _logger.warning("a checkpoint is passed over: %s", error)
-    return Survey(opened, damaged)
+    return Survey(complete, [one for one in found if isinstance(one, DamagedError)])
 
 
-def complete_checkpoints(directory: Path, encryption: Encryption | None = None) -> list[Checkpoint]:
+def complete_checkpoints(directory: Path) -> list[Checkpoint]:
     """Returns the complete checkpoints that `survey` finds, and logs why it passes over others."""
-    found = survey(directory, encryption)
+    found = survey(directory)
     for error in found.damaged:
         _logger.warning("a checkpoint is passed over: %s", error)
     return found.complete
@@ -329,7 +265,7 @@ def manifests(directory: Path) -> list[Manifest]:
     found = []
     for folder in _folders(directory):
         with contextlib.suppress(CheckpointError):
-            found.append(_read_manifest(folder, None))
+            found.append(_read_manifest(folder))
     return found
 
 
@@ -349,28 +285,12 @@ def _read_bytes(folder: Path, file: str, size: int | None = None) -> bytes:
         raise DamagedError(folder, file, f"it cannot be read: {error.strerror}") from error
 
 
-def _read_manifest(folder: Path, encryption: Encryption | None) -> Manifest:
+def _read_manifest(folder: Path) -> Manifest:
     data = _read_bytes(folder, MANIFEST)
     try:
         manifest = unseal(data, Manifest)
-        if (cipher := _cipher(folder, manifest.protection, MANIFEST, encryption)) is not None:
-            reveal(data, cipher)
         if step_of(folder.name) not in (None, manifest.step):
             raise ValueError(f"it is of step {manifest.step}: the folder was renamed")
     except ValueError as error:
         raise DamagedError(folder, MANIFEST, str(error)) from error
     return manifest
-
-
-def _cipher(folder: Path, protection: Protection | None, file: str, encryption: Encryption | None) -> FileCipher | None:
-    """Returns what decrypts a file; None if it is plain, or if only checksums can be compared."""
-    if encryption is None:
-        return None
-    if protection is not None:
-        return encryption.cipher_of(protection, file)
-    if not encryption.accept_plain:
-        raise EncryptionError(
-            f"{folder} is not encrypted, and anyone could have written it: pass accept_plain=True to Encryption, or "
-            "--accept-plain on the command line, to read it nevertheless"
-        )
-    return None

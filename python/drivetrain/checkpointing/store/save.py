@@ -34,7 +34,6 @@ class Save:
     Attributes:
         step: The step that is saved.
         nbytes: Bytes of this rank's file, header included.
-        copy_s: Seconds from `Store.save` until the last tensor was copied; None before.
         write_s: Seconds from `Store.save` until this rank's file was durable; None before.
     """
 
@@ -44,7 +43,6 @@ class Save:
         tensors: Mapping[str, Tensor],
         state: JSON,
         *,
-        is_encrypted: bool,
         ready: Callable[[float], None] | None,
         open_checkpoint: Callable[[Path], Checkpoint],
         progress: Callable[[], str],
@@ -52,7 +50,7 @@ class Save:
         self.step = step
         self.write_s: float | None = None
         self._began = time.monotonic()
-        self._state, self._is_encrypted = state, is_encrypted
+        self._state = state
         self._header, self._tensors = encode_header(tensors)  # in the order of their data, until they are copied
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
         self._snapshot: Snapshot | None = None
@@ -66,11 +64,6 @@ class Save:
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self.done() else "in progress"
         return f"<Save of step {self.step}: {state}>"
-
-    @property
-    def copy_s(self) -> float | None:
-        """Seconds from `Store.save` until the last tensor was copied; None before."""
-        return self._snapshot.copy_seconds if self._snapshot else None
 
     def wait_copied(self, timeout: float = LONGEST_WAIT_S) -> None:
         """Waits until the tensors may change again.
@@ -123,7 +116,7 @@ class Save:
 
     def _begin_copy(self, slab: Slab) -> None:
         try:
-            self._snapshot = Snapshot(slab, self._header, self._tensors, replaces_chunks=self._is_encrypted)
+            self._snapshot = Snapshot(slab, self._header, [tensor.contiguous() for tensor in self._tensors])
         except (MemoryError, OSError, RuntimeError) as error:
             self._error = error
         self._tensors = []  # the snapshot keeps each tensor until it is copied

@@ -18,7 +18,6 @@ from ...frames import place_of
 from . import directory as disk
 from .commit import Writer, describe
 from .coordinator import Coordinator
-from .encryption import Encryption
 from .errors import CheckpointError
 from .identity import Origin
 from .layout import check_tensors
@@ -43,7 +42,6 @@ class Store:
         keep: Number of checkpoints to keep; None keeps all. Older ones are deleted once a newer one is complete.
         timeout: Limit in seconds on every wait for a disk or for another rank.
         lock_timeout: Seconds to wait for a process that holds the directory, such as one that is being killed.
-        encryption: Encrypts new checkpoints, and decrypts old ones; None writes plain files.
 
     Raises:
         CheckpointError: Another process uses the directory.
@@ -70,7 +68,6 @@ class Store:
         keep: int | None = 3,
         timeout: float = LONGEST_WAIT_S,
         lock_timeout: float = 5.0,
-        encryption: Encryption | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, expected 0 to world_size - 1, which is {world_size - 1}")
@@ -102,8 +99,7 @@ class Store:
         self.world_size = world_size
         self._keep = keep
         self._lock_timeout_s, self._timeout_s = lock_timeout, timeout
-        self._encryption = encryption
-        self._writer = Writer(self.directory, coordinator, timeout, encryption)
+        self._writer = Writer(self.directory, coordinator, timeout)
         self._coordinator = coordinator
         self.on_complete: Callable[[Path], None] = lambda _: None
         self.is_held: Callable[[Path], bool] = lambda _: False
@@ -168,9 +164,8 @@ class Store:
                 step,
                 tensors,
                 copy_json(state),
-                is_encrypted=self._encryption is not None,
                 ready=ready,
-                open_checkpoint=lambda path: Checkpoint(path, self._encryption),
+                open_checkpoint=Checkpoint,
                 progress=self._progress,
             )
         except (TypeError, ValueError) as error:
@@ -186,13 +181,12 @@ class Store:
 
         Raises:
             CheckpointError: The directory cannot be read.
-            EncryptionError: The key of the newest one is missing, or it is plain although it must not be.
         """
-        return complete_checkpoints(self.directory, self._encryption)
+        return complete_checkpoints(self.directory)
 
     def survey(self) -> Survey:
         """Returns the complete checkpoints and the errors of damaged ones; raises what `checkpoints` raises."""
-        return survey(self.directory, self._encryption)
+        return survey(self.directory)
 
     def latest(self) -> Checkpoint | None:
         """Returns the newest complete checkpoint whose metadata holds; None if there is none.
@@ -299,7 +293,6 @@ class Store:
         if self._keep is None:
             return
         try:
-            # Checkpoints whose keys were dropped are old as well.
             for checkpoint in complete_checkpoints(self.directory)[: -self._keep]:
                 if self.is_held(checkpoint.path):
                     continue

@@ -212,10 +212,10 @@ bool Snapshot::wait_copied(double timeout_s) const {
   return state_->changed.wait_until(lock, deadline, [&] { return state_->chunks_copied == state_->num_chunks; });
 }
 
-void Snapshot::write(const std::string& path, bool direct) {
+void Snapshot::write(const std::string& path) {
   State& state = *state_;
   DT_INVARIANT(!state.file && !state.is_written);
-  auto file = std::make_unique<OutputFile>(path, state.nbytes, direct);
+  auto file = std::make_unique<OutputFile>(path, state.nbytes);
   const int64_t units = (state.num_chunks + kChunksPerWrite - 1) / kChunksPerWrite;
   const int count = static_cast<int>(std::min<int64_t>(kWriters, units));
   {

@@ -32,9 +32,8 @@ class Snapshot {
   // Returns false if the sources are not copied in time.
   bool wait_copied(double timeout_s) const;
 
-  // Starts to write into a new file, once, past the page cache if `direct`. It may be called before all sources are
-  // copied.
-  void write(const std::string& path, bool direct = true);
+  // Starts to write into a new file, once. It may be called before all sources are copied.
+  void write(const std::string& path);
   // Returns true once the file's contents are durable, and false if that takes longer. Throws FileError.
   bool wait_written(double timeout_s) const;
 

@@ -17,10 +17,9 @@ from ..checkpointing.store import directory as disk
 from ..checkpointing.store.layout import step_name
 from ..checkpointing.store.reading import complete_checkpoints, find_checkpoints, survey
 from ..checkpointing.store.save import write_tensors
-from ..checkpointing.tiers import TIERS
 from ..notebook import text_table
 
-_EXPORT_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors", "dcp": ""}
+_EXPORT_SUFFIXES = (".pt", ".safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="for export: a new file, .pt for torch.load or .safetensors for tensors alone; a new folder for dcp",
-    )
-    parser.add_argument(
-        "--format",
-        choices=list(_EXPORT_SUFFIXES),
-        help="for export: what reads it (default: by the ending of --out); dcp: torch.distributed.checkpoint",
+        help="for export: a new file, .pt for torch.load or .safetensors for tensors alone",
     )
     parser.add_argument("--rank", type=int, help="for export and show: the tensors of this rank alone")
     parser.add_argument("--keep", type=int, metavar="N", help="for gc: also delete all but the newest N checkpoints")
@@ -70,27 +64,9 @@ def _list(args: argparse.Namespace) -> int:
             errors.append(str(found))
             rows.append(("?", "", "", "", "", "damaged"))
     print(text_table(("step", "saved", "ranks", "tensors", "size", "metadata"), rows))
-    for line in _tiers(args.directory):
-        print(line)
     for error in errors:
         print(f"damaged: {error}", file=sys.stderr)
     return int(bool(errors))
-
-
-def _tiers(directory: Path) -> list[str]:
-    """Returns what the last run has written about its other tiers, a line for each."""
-    try:
-        found = json.loads((directory / TIERS).read_text())
-    except FileNotFoundError:
-        return []
-    lines = []
-    for tier in found["remotes"]:
-        parts = [f"step {tier['newest']} is complete"] if tier["newest"] is not None else []
-        parts += [f"step {step} is being uploaded" for step in tier["pending"]]
-        parts += [f"step {step} failed" for step in tier["failed"]]
-        parts += [tier["error"]] if tier["error"] is not None else []
-        lines.append(f"{tier['tier']}: {', '.join(parts) or 'nothing was uploaded yet'}")
-    return lines
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -128,17 +104,8 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    if args.format == "dcp" and args.out is not None:
-        from ..checkpointing.frameworks.dcp import export_dcp
-
-        checkpoint = _chosen(args)
-        export_dcp(checkpoint, args.out, args.rank or 0)
-        print(f"wrote step {checkpoint.step} to {args.out}")
-        return 0
-    suffixes = [suffix for name, suffix in _EXPORT_SUFFIXES.items() if suffix and args.format in (None, name)]
-    if args.out is None or args.out.suffix not in suffixes:
-        expected = f"a file that ends with {' or '.join(suffixes)}" if suffixes else "a new folder"
-        raise ValueError(f"--out is {args.out}, expected {expected}")
+    if args.out is None or args.out.suffix not in _EXPORT_SUFFIXES:
+        raise ValueError(f"--out is {args.out}, expected a file that ends with {' or '.join(_EXPORT_SUFFIXES)}")
     if args.out.exists():
         raise ValueError(f"--out is {args.out}, which exists: choose a new file")
     checkpoint = _chosen(args)

@@ -115,6 +115,21 @@ def test_tensors_that_cross_chunks_come_back(tmp_path: Path, isa: str) -> None:
         assert_same_bits(checkpoint.load([name]), {name: tensor})
 
 
+@pytest.mark.parametrize(("name", "at"), [("large", 0), ("large", 2 * CHUNK_BYTES), ("small", 3), ("last", -1)])
+def test_a_flipped_bit_is_named_with_its_tensor_and_chunk(tmp_path: Path, name: str, at: int) -> None:
+    tensors = {"large": drawn((2 * CHUNK_BYTES + 5,), torch.uint8), "small": drawn((11,), torch.uint8)}
+    checkpoint = saved(tmp_path, tensors | {"last": drawn((CHUNK_BYTES,), torch.uint8)})
+    file, entry = checkpoint.path / part_name(0, 1, "safetensors"), checkpoint._parts[0].entries[name]
+    data, place = bytearray(file.read_bytes()), (entry.begin if at >= 0 else entry.end) + at
+    data[place] ^= 16
+    file.write_bytes(data)
+    (fault,) = checkpoint.verify()
+    assert (fault.file, fault.chunk) == (file.name, place // CHUNK_BYTES)
+    assert name in fault.tensors
+    with pytest.raises(CheckpointError, match=f"{file.name}, chunk {fault.chunk} .*{name}.*: its CRC32C is"):
+        checkpoint.load([name])
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     names=st.lists(
@@ -419,14 +434,17 @@ def test_copying_threads_need_no_gil() -> None:
     """A thread that asks for the GIL while Python shuts down aborts the process."""
     sleep = ctypes.PyDLL(None).usleep  # a PyDLL keeps the GIL
     tensors = [torch.randn(1000) for _ in range(200)]
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    references = [torch._C._storage_Use_Count(storage) for storage in storages]
     snapshot = _C.Snapshot(_C.Slab(), bytes(4096), tensors)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # this thread then keeps the GIL between the sleeps as well
     try:
         for _ in range(100):
             sleep(50_000)
-            if snapshot.copy_seconds is not None:
-                return
+            if [torch._C._storage_Use_Count(storage) for storage in storages] == references:
+                assert snapshot.nbytes
+                return  # the snapshot has copied all tensors, and holds their memory no more
         pytest.fail("the copy waits for this thread")
     finally:
         sys.setswitchinterval(interval)

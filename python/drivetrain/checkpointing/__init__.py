@@ -4,10 +4,8 @@ from .checkpointer import Checkpointer
 from .store.coordinator import Coordinator
 from .store.errors import CheckpointError, Fault
 from .store.reading import Checkpoint
-from .store.remote import Remote
 from .store.save import Save
 from .store.store import Store
-from .store.uploader import TierStatus
 
 __all__ = [
     "Checkpoint",
@@ -15,8 +13,6 @@ __all__ = [
     "Checkpointer",
     "Coordinator",
     "Fault",
-    "Remote",
     "Save",
     "Store",
-    "TierStatus",
 ]

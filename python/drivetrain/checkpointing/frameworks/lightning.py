@@ -55,7 +55,7 @@ class CheckpointCallback(TrainerSteps, Callback):  # type: ignore[misc]
 
     Raises:
         TypeError: `options` contains an object that the Trainer has itself, such as `model`.
-        ValueError: `exit_code` is None, with which the Trainer could not go on, or `tiers` are given.
+        ValueError: `exit_code` is None, with which the Trainer could not go on.
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
@@ -185,7 +185,7 @@ class _Found:
         if data is not None:
             checkpoint[type(data).__qualname__] = self._values["datamodule"]
         is_whole = not self.state.get("meshes")
-        if is_whole and not self.state.get("split_optimizers"):
+        if is_whole:
             checkpoint["optimizer_states"] = decode(self.state["optimizer"], self._tensors)
         checkpoint["lr_schedulers"] = decode(self.state["scheduler"], self._tensors)
         saved = decode(self.state["model"], self._tensors) if is_whole else {}

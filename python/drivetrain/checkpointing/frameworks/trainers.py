@@ -20,8 +20,6 @@ class TrainerSteps:
                 raise TypeError(
                     f"{name} is an argument of CheckpointCallback, which takes it from the Trainer: omit it"
                 )
-        if options.get("tiers"):
-            raise ValueError("tiers are given, expected none: the position of the Trainer is read from the directory")
         self._directory, self._options = Path(directory), options
         self._checkpointer: Checkpointer | None = None  # inside of the training
         self._is_pending = False  # a step has ended and is not counted yet

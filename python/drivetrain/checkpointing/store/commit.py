@@ -18,7 +18,6 @@ from ..._C import crc32c
 from . import directory as disk
 from .coordinator import Coordinator
 from .errors import CheckpointError
-from .identity import Origin
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
 from .manifest import Manifest, RankFiles, Record, hexadecimal, seal
 from .reading import manifests
@@ -57,18 +56,18 @@ class Writer:
     def __post_init__(self) -> None:
         self.rank, self.world_size = self.coordinator.rank, self.coordinator.world_size
 
-    def write(self, index: int, save: Save, origin: Origin) -> Path:
+    def write(self, index: int, save: Save) -> Path:
         """Writes save number `index` of a run and waits until it is complete on all ranks. Returns its folder.
 
         Raises the errors of this rank as they come, and a CheckpointError if another one has failed.
         """
-        return self._lead(index, save, origin) if self.rank == 0 else self._follow(index, save)
+        return self._lead(index, save) if self.rank == 0 else self._follow(index, save)
 
     def refuse(self, index: int, step: int, error: Exception) -> None:
         """Tells the other ranks that this one cannot take part in save number `index`."""
         self._tell_failure(f"{index}/begin" if self.rank == 0 else f"{index}/part/{self.rank}", step, error)
 
-    def _lead(self, index: int, save: Save, origin: Origin) -> Path:
+    def _lead(self, index: int, save: Save) -> Path:
         final = self.directory / step_name(save.step)
         temporary = self.directory / temporary_name(save.step)
         key = f"{index}/begin"
@@ -78,7 +77,7 @@ class Writer:
             key = f"{index}/end"
             parts = [self._write_part(save, temporary), *self._gather(index, save.step, temporary)]
             serial = max((manifest.serial for manifest in manifests(self.directory)), default=0) + 1
-            manifest = Manifest(serial, save.step, self.world_size, time.time(), parts, *origin)
+            manifest = Manifest(serial, save.step, self.world_size, time.time(), parts)
             disk.write_file(temporary / MANIFEST, seal(manifest))
             disk.sync(temporary)
             disk.publish(temporary, final)

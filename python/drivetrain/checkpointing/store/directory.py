@@ -12,7 +12,6 @@ import pwd
 import socket
 import time
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 
 from ..._C import exchange_paths
@@ -23,7 +22,23 @@ _logger = logging.getLogger("drivetrain")
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-def user_name(uid: int) -> str:
+def check_access(directory: Path) -> None:
+    """Raises CheckpointError if this user cannot save into a directory, which may not exist, with what to do."""
+    folder = next(one for one in (directory, *directory.parents) if os.access(one, os.F_OK))
+    for path, mode in ((folder, os.R_OK | os.W_OK | os.X_OK), (directory / LOCK, os.R_OK | os.W_OK)):
+        if not os.access(path, os.F_OK) or os.access(path, mode, effective_ids=True):
+            continue
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            continue  # for any user; each save tells
+        raise CheckpointError(
+            f"{directory} cannot be continued by {_user_name(os.geteuid())}, who may not write to {path}, which "
+            f"belongs to {_user_name(path.stat().st_uid)}. To share the run in a group, its owner runs "
+            f"`chmod -R g+rwX {directory}`, and from then on all start it under `umask 002`. Or choose another "
+            "directory."
+        )
+
+
+def _user_name(uid: int) -> str:
     """Returns a user's name, or the number of one without a name, as in a container."""
     try:
         return pwd.getpwuid(uid).pw_name
@@ -59,18 +74,6 @@ def write_file(path: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def replace_note(path: Path, content: Mapping[str, object]) -> None:
-    """Writes a small file next to the checkpoints in one step, durably. A disk that refuses gives a warning."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # a colleague's process may have left it
-        write_file(temporary, json.dumps(content, indent=1).encode())
-        temporary.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        _logger.warning("%s was not written: %s", path, error)
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -55,8 +55,6 @@ class Manifest:
     world_size: int
     created: float  # seconds since the epoch
     parts: list[RankFiles]
-    run: str = ""  # the identity of the run, and the directory that it was started with
-    home: str = ""
 
 
 def hexadecimal(checksum: int) -> str:
@@ -69,9 +67,6 @@ def seal(body: Record | Manifest) -> bytes:
     fields = dict(vars(body))
     if isinstance(body, Manifest):
         fields["parts"] = [vars(part) for part in body.parts]
-    for name in ("run", "home"):
-        if not fields.get(name):
-            fields.pop(name, None)
     head = {"drivetrain": type(body).__name__.lower(), "version": VERSION}
     data = json.dumps(head | fields, separators=(",", ":"))[:-1].encode()
     return data + f',\n"crc32c":"{hexadecimal(crc32c(data))}"}}\n'.encode()

@@ -38,7 +38,6 @@ class Checkpoint:
         created: Seconds since the epoch when it was completed.
         serial: Position among the directory's checkpoints. It grows with each save, also after a return to an
             earlier step.
-        run: The identity of the run that saved it; "" if a version saved it that knew none.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,7 +45,7 @@ class Checkpoint:
         manifest = _read_manifest(self.path)
         self._parts = [_Part(self.path, files) for files in manifest.parts]  # by rank
         self.step, self.world_size, self.created = manifest.step, manifest.world_size, manifest.created
-        self.serial, self.run = manifest.serial, manifest.run
+        self.serial = manifest.serial
 
     def __repr__(self) -> str:
         return f"Checkpoint({os.fspath(self.path)!r}, step={self.step}, world_size={self.world_size})"

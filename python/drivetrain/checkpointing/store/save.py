@@ -44,8 +44,6 @@ class Save:
         state: JSON,
         *,
         ready: Callable[[float], None] | None,
-        open_checkpoint: Callable[[Path], Checkpoint],
-        progress: Callable[[], str],
     ) -> None:
         self.step = step
         self.write_s: float | None = None
@@ -59,7 +57,6 @@ class Save:
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
         self._ready = ready  # waits until the tensors have their values
-        self._open, self._progress = open_checkpoint, progress
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self.done() else "in progress"
@@ -81,7 +78,7 @@ class Save:
         if not began:
             raise CheckpointError(
                 f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "
-                f"or the machine is overloaded{self._progress()}. Save less often, or raise `timeout`."
+                "or the machine is overloaded. Save less often, or raise `timeout`."
             )
 
     def done(self) -> bool:
@@ -102,14 +99,12 @@ class Save:
             CheckpointError: The save failed, and the message says why; or it did not end in time.
         """
         if not self._ended.wait(timeout):
-            raise CheckpointError(
-                f"step {self.step} was not saved within {timeout:g} s: it is still being written{self._progress()}"
-            )
+            raise CheckpointError(f"step {self.step} was not saved within {timeout:g} s: it is still being written")
         if self._error is not None:
             raise self._error
         assert self._path is not None
         if self._checkpoint is None:
-            self._checkpoint = self._open(self._path)
+            self._checkpoint = Checkpoint(self._path)
         return self._checkpoint
 
     # The store calls the rest.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -14,12 +13,10 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..._C import Slab
-from ...frames import place_of
 from . import directory as disk
 from .commit import Writer, describe
 from .coordinator import Coordinator
 from .errors import CheckpointError
-from .identity import Origin
 from .layout import check_tensors
 from .manifest import JSON, copy_json
 from .reading import Checkpoint, Survey, complete_checkpoints, survey
@@ -54,8 +51,6 @@ class Store:
         rank: This rank.
         world_size: Number of ranks.
         on_complete: Is called in the store's thread with the path of each complete checkpoint, on rank 0.
-        is_held: Returns whether the checkpoint at a path must stay.
-        origin: The run that the next checkpoints belong to.
     """
 
     def __init__(
@@ -73,8 +68,8 @@ class Store:
             raise ValueError(f"rank is {rank}, expected 0 to world_size - 1, which is {world_size - 1}")
         if "://" in os.fspath(directory):
             raise ValueError(
-                f"directory is {directory!r}, expected a folder of this host. Save into one, and pass "
-                f"tiers=[Remote({directory!r})] to Checkpointer to upload each checkpoint"
+                f"directory is {directory!r}, expected a folder of this host. Save into one, and pass on_complete to "
+                "Checkpointer to upload each checkpoint"
             )
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1, or None to keep all")
@@ -101,14 +96,11 @@ class Store:
         self._lock_timeout_s, self._timeout_s = lock_timeout, timeout
         self._writer = Writer(self.directory, coordinator, timeout)
         self._coordinator = coordinator
-        self.on_complete: Callable[[Path], None] = lambda _: None
-        self.is_held: Callable[[Path], bool] = lambda _: False
-        self.origin = Origin()
+        self.on_complete: Callable[[Path], object] = lambda _: None
         self._announced = self._count = 0  # calls of `announce` and `save`
         self._slab = Slab()
         # The interpreter waits for its thread when it exits, so that the last save completes.
         self._executor = ThreadPoolExecutor(1, "drivetrain-checkpoint")
-        self._thread: threading.Thread | None = None
         self._last: Save | None = None
         self._pending: list[Future[None]] = []  # the last save with all that follows it
         self._is_closed = False
@@ -165,8 +157,6 @@ class Store:
                 tensors,
                 copy_json(state),
                 ready=ready,
-                open_checkpoint=Checkpoint,
-                progress=self._progress,
             )
         except (TypeError, ValueError) as error:
             self._writer.refuse(index, step, CheckpointError(str(error)))
@@ -209,7 +199,6 @@ class Store:
         if wait(self._pending, timeout).not_done:
             raise CheckpointError(
                 f"{self.directory}: a save was not complete within {timeout:g} s: it is still being written"
-                f"{self._progress()}"
             )
         self._executor.shutdown()
         if self._lock is not None:
@@ -239,13 +228,16 @@ class Store:
 
     def _run(self, index: int, save: Save) -> None:
         """Writes a save, and deletes old ones; runs in the store's thread."""
-        self._thread, path, error = threading.current_thread(), None, None
+        path, error = None, None
         try:
             path = self._write(index, save)
         except BaseException as caught:
             error = caught
         if path is not None and self.rank == 0:
-            self.on_complete(path)
+            try:
+                self.on_complete(path)
+            except Exception as caught:  # the user's code may raise anything, and the checkpoint is complete
+                _logger.error("on_complete has failed for %s: %s: %s", path, type(caught).__name__, caught)
         save._end(path, error)
         if path is not None and self.rank == 0:
             self._delete_old()
@@ -264,16 +256,11 @@ class Store:
             except Exception as error:
                 self._writer.refuse(index, save.step, error)
                 raise
-            return self._writer.write(index, save, self.origin)
+            return self._writer.write(index, save)
         except Exception as error:
             raise CheckpointError(
                 f"step {save.step} was not saved to {self.directory}: {describe(error)} Older checkpoints are unharmed."
             ) from (error.__cause__ if isinstance(error, CheckpointError) else error)
-
-    def _progress(self) -> str:
-        """Returns where the writing thread is, for the message of a wait that took too long."""
-        thread = self._thread
-        return "" if thread is None else f"; the thread that writes is at {place_of(thread)}"
 
     def _prepare(self) -> None:
         """Locks the directory on rank 0 if it is not locked, or if another one was mounted in its place."""
@@ -294,8 +281,6 @@ class Store:
             return
         try:
             for checkpoint in complete_checkpoints(self.directory)[: -self._keep]:
-                if self.is_held(checkpoint.path):
-                    continue
                 self._remove(disk.retire(checkpoint.path))
         except (CheckpointError, OSError) as error:
             _logger.warning("an old checkpoint in %s was not deleted: %s", self.directory, error)

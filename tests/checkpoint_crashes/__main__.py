@@ -14,13 +14,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from checkpoint_crashes import damage, group_signals, harness, resumes, signals, writes
+from checkpoint_crashes import group_signals, harness
 
 RECORDED_RUNS = 10
 KINDS = [
     *("kill -9 of one rank", "kill -9 of one of two ranks"),
-    *("power cut", "flipped bit", "SIGTERM", "signal to a job with workers"),
-    *("write between steps", "damage of files and their copies", "resume of a loop"),
+    *("power cut", "signal to a job with workers"),
 ]
 SIGNALS_PER_ROUND = 10  # one signal for so many rounds of the other kinds, because each starts a training
 
@@ -68,14 +67,8 @@ def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[tuple[int,
         directory, calls = harness.record_saves(server, folder, RECORDED_RUNS)
     cuts = harness.cut_rounds(directory, calls, folder, seeds)
     yield "power cut", ((seed, True, problems) for seed, problems in cuts)
-    flips = harness.flip_rounds(folder, seeds)
-    yield "flipped bit", ((seed, True, problems) for seed, problems in flips)
-    yield "write between steps", writes.write_rounds(folder, seeds)
-    yield "damage of files and their copies", damage.damage_rounds(folder, seeds)
     some = seeds[: -(-len(seeds) // SIGNALS_PER_ROUND)]
-    yield "SIGTERM", signals.signal_rounds(folder, some)
     yield "signal to a job with workers", group_signals.group_rounds(folder, some)
-    yield "resume of a loop", resumes.resume_rounds(folder, some)
 
 
 if __name__ == "__main__":

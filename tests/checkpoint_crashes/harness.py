@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoint_crashes.contents import KEEP, problems_after_restart, problems_of, step_of, tensors_of
+from checkpoint_crashes.contents import problems_after_restart, problems_of
 from checkpoint_crashes.power import Call, Disk, read_trace
-from drivetrain.checkpointing import Store
-from drivetrain.checkpointing.store.reading import complete_checkpoints, find_checkpoints
 
 HERE = Path(__file__).parent
 ANSWER_LIMIT_S = 180.0
@@ -142,50 +140,3 @@ def cut_rounds(directory: str, calls: list[Call], folder: Path, seeds: range) ->
         problems = problems_after_restart(state, acknowledged)
         yield seed, [f"call {point}: {problem}" for problem in problems]
         shutil.rmtree(state)
-
-
-def flip_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, list[str]]]:
-    """Flips one random bit of a random file of a checkpoint per seed. Yields (seed, problems).
-
-    `verify` or the search for checkpoints must find each flip, and name the file. For a bit of a tensor, `verify` must
-    also name the tensor and the chunk, and loading must fail.
-    """
-    directory = folder / "flips"
-    with Store(directory, keep=None, timeout=60) as store:
-        for count in range(1, KEEP + 3):
-            store.save(step_of(count), tensors_of(count), {"count": count}).result(60)
-    files = sorted(path for path in directory.glob("step-*/*") if path.is_file())
-    for seed in seeds:
-        draw = random.Random(seed)
-        path = draw.choice(files)
-        with path.open("r+b") as stream:
-            at = draw.randrange(path.stat().st_size)
-            stream.seek(at)
-            byte = stream.read(1)[0]
-            stream.seek(at)
-            stream.write(bytes([byte ^ 1 << draw.randrange(8)]))
-        yield seed, [f"{path}, byte {at}: {problem}" for problem in _missed_flip(path, at)]
-        with path.open("r+b") as stream:
-            stream.seek(at)
-            stream.write(bytes([byte]))
-    yield seeds.stop, problems_of(directory, KEEP + 2)
-
-
-def _missed_flip(path: Path, at: int) -> list[str]:
-    directory, name = path.parent.parent, path.name
-    errors = [str(found) for found in find_checkpoints(directory) if isinstance(found, Exception)]
-    if errors:
-        return [] if len(errors) == 1 and name in errors[0] else [f"the errors do not name it alone: {errors}"]
-    if not name.endswith(".safetensors"):
-        return ["no error"]
-    (checkpoint,) = (found for found in complete_checkpoints(directory) if found.path == path.parent)
-    faults = checkpoint.verify()
-    entries = checkpoint._parts[0].entries
-    (tensor,) = (tensor for tensor, entry in entries.items() if entry.begin <= at < entry.end)
-    if len(faults) != 1 or faults[0].file != name or tensor not in faults[0].tensors or faults[0].chunk != at >> 22:
-        return [f"verify() returned {faults}, expected one fault that names {tensor} and chunk {at >> 22}"]
-    try:
-        checkpoint.load([tensor])
-    except Exception as error:
-        return [] if tensor in str(error) and name in str(error) else [f"load() raised {error}"]
-    return ["load() raised nothing"]

@@ -17,6 +17,9 @@ namespace {
 // Returns whether the tensor was computed and is not a view of a parameter.
 bool is_computed(const at::Tensor& tensor) { return (tensor.is_view() ? tensor._base() : tensor).grad_fn() != nullptr; }
 
+constexpr int64_t kParts = 6;     // of the budget
+constexpr int32_t kRejoined = 8;  // operations as planned in a row, after which a pass is on its plan again
+
 size_t num_hooks() { return at::SavedTensorDefaultHooks::get_tls_state().stack.size(); }
 
 // Lets autograd save tensors without calling hooks as long as the object lives.
@@ -309,6 +312,7 @@ void Recording::apply_plan(int32_t index) {
                        has_ended ? "ends before it" : "has " + plan[cursor_.next()].name);
   }
   cursor_.advance(op.planned, op.traits->name);
+  num_as_planned_ = is_as_planned(op) ? num_as_planned_ + 1 : 0;
   if (op.planned < 0) {
     next_number_ -= static_cast<int32_t>(op.writes.size());
     for (const OpResult& result : op.writes) tape_.values[result.value].number = -2 - result.value;
@@ -323,6 +327,9 @@ void Recording::apply_plan(int32_t index) {
     const bool is_kept = format >= kUnchanged && format != kOnHost;
     value.format = detour_ && is_kept && value.is_replayable && !has_room_for(value) ? kUnplanned : format;
     value.is_unhooked = planned.unhooked[i] && !detour_;
+    if (value.format >= kUnchanged && num_as_planned_ >= kRejoined) {
+      unplanned_bytes_ -= std::min(unplanned_bytes_, value.bytes);  // replays of these end at it
+    }
     value.number = planned.numbers[i];
     next_number_ = value.number + 1;
     if (i < planned.prefetches.size()) value.prefetches = &planned.prefetches[i];
@@ -352,19 +359,15 @@ bool Recording::is_as_planned(const RecordedOp& op) const {
 
 // Returns the bytes of a part of a pass that has left its plan. Larger parts leave less of the budget for what the plan
 // stores, and smaller ones have more inputs to hold.
-int64_t Recording::part_bytes() const {
-  constexpr int64_t kParts = 6;  // of the budget
-  return store_.formats().budget_bytes / kParts;
-}
+int64_t Recording::part_bytes() const { return store_.formats().budget_bytes / kParts; }
 
 // Returns whether a replayable value may be stored. A pass that has left its plan stores no more than the plan does up
 // to the same operation, and what the budget leaves.
 bool Recording::has_room_for(const Value& value) const {
   if (divergence_.empty()) return true;
-  const int64_t budget = store_.formats().budget_bytes;
   const std::vector<PlannedOp>& plan = tape_.plan->ops;
   int64_t most = plan.empty() ? 0 : plan[std::max(cursor_.next() - 1, 0)].most_bytes;
-  if (detour_) most = std::min(most, budget - 3 * part_bytes());  // two for what the parts hold, one for a replay
+  if (detour_) most = std::min(most, (kParts - 3) * part_bytes());  // two for what parts hold, one for a replay
   return store_.bytes() + value.bytes <= most;
 }
 

@@ -101,7 +101,8 @@ class Recording {
   ska::flat_hash_map<const c10::StorageImpl*, KnownStorage> known_;
   PlanCursor cursor_;
   std::string divergence_;
-  int64_t unplanned_bytes_ = 0;  // that autograd saves outside of the plan, and that are recomputed
+  int32_t num_as_planned_ = 0;   // the last operations in a row
+  int64_t unplanned_bytes_ = 0;  // recomputed outside of the plan, beyond what the plan has stored since
   std::optional<Parts> detour_;  // once these are many
   int32_t next_number_ = 0;      // see Value::number
   int32_t module_ = -1;

@@ -30,11 +30,8 @@ _INSIDE_COMPILED = (
 
 
 def _does_not_train(has_no_pass: bool) -> str:
-    """Says why a profile has nothing to go by.
-
-    Dynamo leaves our hooks out of what it compiles, and does not tell which of the process's compiled functions step_fn
-    called. So compiling is named as a possible cause only.
-    """
+    """Says why a profile has nothing to go by. Compiling is a possible cause only, as Dynamo does not tell whether
+    step_fn called a compiled function."""
     return _DOES_NOT_TRAIN + (_INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else "")
 
 
@@ -402,6 +399,5 @@ def _joined(tapes: list[_Tape], modules: list[str]) -> Trace:
     uses: list[_OrderedUse] = []
     for (begin, _), tape in zip(trace.passes_at(), tapes, strict=True):
         uses += [use._replace(value=begin + use.value) for use in tape.uses]
-    uses.sort(key=operator.attrgetter("order"))
-    trace.uses = [BackwardUse(use.value, use.is_release) for use in uses]
+    trace.uses = [BackwardUse(use.value, use.is_release) for use in sorted(uses, key=operator.attrgetter("order"))]
     return trace

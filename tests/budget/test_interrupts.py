@@ -140,8 +140,14 @@ def hooks_on(weight: Tensor) -> bool:
         return True
 
 
-# While a generator is freed, Python prints an exception and goes on.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.fixture
+def drops_unraisable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets Python go on where an interrupt strikes a finalizer. pytest would keep that exception, and the graph that
+    its frames hold."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+
+@pytest.mark.usefixtures("drops_unraisable")
 @pytest.mark.parametrize("where", NUM_MOMENTS)
 @ABOVE
 def test_interrupts_at_any_moment(where: str, model: Model, step: Step) -> None:
@@ -202,7 +208,7 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name], name
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("drops_unraisable")
 @pytest.mark.parametrize("has_grads", [False, True])
 def test_planning_that_is_interrupted_leaves_the_model_as_it_was(has_grads: bool, model: Model) -> None:
     x = torch.randn(16, 32)

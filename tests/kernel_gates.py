@@ -35,11 +35,20 @@ MOST_THREADS = 2048
 LEAST_BYTES_UNDER_WAY = 40 << 10  # outstanding loads per multiprocessor
 
 # Values of Format (csrc/formats/storage.h) with kernels: name, bytes per element, and bytes of `extra`.
-FORMATS = {0: ("fp32", 4, 0), 2: ("bf16", 2, 0), 6: ("bf16+16", 2, 2), 7: ("bf16+8", 2, 1), 11: ("8 bit", 1, 0)}
+FORMATS = {
+    0: ("fp32", 4, 0),
+    2: ("bf16", 2, 0),
+    3: ("fp16", 2, 0),
+    6: ("bf16+16", 2, 2),
+    7: ("bf16+8", 2, 1),
+    10: ("fp16+32", 2, 4),
+    11: ("8 bit", 1, 0),
+}
 STATES = {"Adam": 2, "Sgd": 0, "SgdMomentum": 1, "Adagrad": 1, "Rmsprop": 1, "Lion": 1}
 CODES = 11
 
-# The layouts that benchmarks name, and the largest number of registers that leaves enough threads per multiprocessor.
+# The layouts that benchmarks name, others (I to L), and the largest number of registers that leaves enough threads per
+# multiprocessor.
 LAYOUTS = {
     (0, 0, 0): "A",
     (2, 2, 0): "B",
@@ -48,8 +57,12 @@ LAYOUTS = {
     (6, 2, 11): "E",
     (7, 2, 11): "F",
     (0, 0, 11): "H",
+    (6, 2, 0): "I",
+    (7, 2, 0): "J",
+    (6, 0, 0): "K",
+    (10, 3, 0): "L",
 }
-MOST_REGISTERS = {"A": 48, "B": 56, "C": 56, "D": 64, "E": 64, "F": 64, "H": 64}
+MOST_REGISTERS = {"A": 48, "B": 56, "C": 56, "D": 64, "E": 64, "F": 64, "H": 64, **dict.fromkeys("IJKL", 48)}
 
 
 @dataclass

@@ -15,6 +15,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "state_16": {"state_bits": 16},
     "state_32": {"state_bits": 32},
     "master_32": {"master_bits": 32, "state_bits": 32},
+    "master_32_state_16": {"master_bits": 32, "state_bits": 16},
     "master_32_state_8": {"master_bits": 32, "state_bits": 8},
     "master_32_state_fp8": {"master_bits": 32, "state_bits": "fp8"},
     "master_24_state_8": {"master_bits": 24, "state_bits": 8},

@@ -21,8 +21,7 @@ __device__ __forceinline__ float bfloat16_of(const uint32_t (&words)[kWords], in
 }
 
 // The processor's instruction gives the bits of storage.h.
-template <int kWords>
-__device__ __forceinline__ float float16_of(const uint32_t (&words)[kWords], int k) {
+__device__ __forceinline__ float float16_of(const uint32_t* words, int k) {
 #ifdef __CUDA_ARCH__
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half_of(words, k)));
@@ -41,6 +40,20 @@ __device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
 #else
   const auto rounded = [](float value) {
     return value != value ? uint16_t{0x7fff} : bfloat16_from_float(value);  // the hardware's NaN
+  };
+  return rounded(low) | (static_cast<uint32_t>(rounded(high)) << 16);
+#endif
+}
+
+// As pack_bfloat16, for float16.
+__device__ __forceinline__ uint32_t pack_float16(float low, float high) {
+#ifdef __CUDACC__
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  const auto rounded = [](float value) {
+    return value != value ? uint16_t{0x7fff} : float16_from_float(value);  // the hardware's NaN
   };
   return rounded(low) | (static_cast<uint32_t>(rounded(high)) << 16);
 #endif

@@ -25,6 +25,9 @@ struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
     if constexpr (kParam == Format::kFloat32) return reinterpret_cast<const float*>(at.param)[e];
     const uint16_t half = reinterpret_cast<const uint16_t*>(at.param)[e];
     if constexpr (kParam == Format::kBFloat16) return float_from_bfloat16(half);
+    if constexpr (kParam == Format::kFloat16Master) {
+      return master_of(reinterpret_cast<const float*>(at.param_extra)[e], half);
+    }
     if constexpr (kParam == Format::kBFloat16Remainder16) {
       return join(half, reinterpret_cast<const int16_t*>(at.param_extra)[e]);
     }
@@ -36,6 +39,9 @@ struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
       reinterpret_cast<float*>(at.param)[e] = value;
     } else if constexpr (kParam == Format::kBFloat16) {
       half = bfloat16_from_float(value);
+    } else if constexpr (kParam == Format::kFloat16Master) {
+      half = float16_from_float(value);
+      reinterpret_cast<float*>(at.param_extra)[e] = value;
     } else if constexpr (kParam == Format::kBFloat16Remainder16) {
       const Split parts = split(value);
       half = parts.half;
@@ -50,14 +56,16 @@ struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
   template <Format kFormat>
   static __device__ __forceinline__ float loaded_plain(const char* from, int64_t e) {
     if constexpr (kFormat == Format::kFloat32) return reinterpret_cast<const float*>(from)[e];
-    return float_from_bfloat16(reinterpret_cast<const uint16_t*>(from)[e]);
+    const uint16_t half = reinterpret_cast<const uint16_t*>(from)[e];
+    return kFormat == Format::kFloat16 ? float_from_float16(half) : float_from_bfloat16(half);
   }
   template <Format kFormat>
   static __device__ __forceinline__ void store_plain(char* to, int64_t e, float value) {
     if constexpr (kFormat == Format::kFloat32) {
       reinterpret_cast<float*>(to)[e] = value;
     } else {
-      reinterpret_cast<uint16_t*>(to)[e] = bfloat16_from_float(value);
+      reinterpret_cast<uint16_t*>(to)[e] =
+          kFormat == Format::kFloat16 ? float16_from_float(value) : bfloat16_from_float(value);
     }
   }
 

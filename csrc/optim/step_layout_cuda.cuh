@@ -70,14 +70,17 @@ struct StepLayout {
   static constexpr int kStates = Rule::kNumStates;
   static_assert(kStates <= kMaxStatesOfKernels);
   static constexpr bool kCodes = kStates > 0 && kState == Format::kSigned8;
-  static constexpr bool kPairs = kParam == Format::kBFloat16Remainder16 || kParam == Format::kBFloat16Remainder8;
 
   // Folded when loops over states are unrolled. (Device code cannot refer to the rule's array itself.)
   static constexpr unsigned kSquared = Rule::kSquared[0] + 2u * Rule::kSquared[1];
   static __device__ __forceinline__ bool is_squared(int s) { return (kSquared >> s & 1u) != 0; }
 
   static constexpr int kParamBytes = bytes_of(kParam), kGradBytes = bytes_of(kGrad), kStateBytes = bytes_of(kState);
-  static constexpr int kExtraBytes = !kPairs ? 0 : kParam == Format::kBFloat16Remainder16 ? 2 : 1;
+  static constexpr int kExtraBytes = kParam == Format::kBFloat16Remainder16  ? 2
+                                     : kParam == Format::kBFloat16Remainder8 ? 1
+                                     : kParam == Format::kFloat16Master      ? 4
+                                                                             : 0;
+  static constexpr bool kPairs = kExtraBytes > 0;
 
   // A lane's elements are units of consecutive ones, and a warp's units lie side by side. With codes a warp takes one
   // block.

@@ -11,11 +11,16 @@ namespace drivetrain::optim {
 
 // The specialized kernels: X(rule, formats of the parameter, its gradient and its states). kSigned8 stands for 8-bit
 // codes, which are kSquared8 for states that are means of squares. A rule without states names its gradient's format.
-// Other combinations choose formats at run time (loop_cuda.cuh).
+// Other combinations choose formats at run time (loop_cuda.cuh). The compressed layouts keep float32 states for vectors
+// and small parameters, so they need the rows with these too.
 #define DT_STEP_KERNELS(X)                            \
   X(Adam, kFloat32, kFloat32, kFloat32)               \
   X(Adam, kBFloat16, kBFloat16, kFloat32)             \
   X(Adam, kBFloat16, kBFloat16, kBFloat16)            \
+  X(Adam, kBFloat16Remainder16, kBFloat16, kFloat32)  \
+  X(Adam, kBFloat16Remainder8, kBFloat16, kFloat32)   \
+  X(Adam, kBFloat16Remainder16, kFloat32, kFloat32)   \
+  X(Adam, kFloat16Master, kFloat16, kFloat32)         \
   X(Adam, kBFloat16Remainder16, kBFloat16, kBFloat16) \
   X(Adam, kBFloat16Remainder16, kBFloat16, kSigned8)  \
   X(Adam, kBFloat16Remainder8, kBFloat16, kSigned8)   \
@@ -86,10 +91,11 @@ struct StepLaunch {
 
 struct StepPlan {
   std::vector<StepItem> items;
-  std::vector<StepLaunch> launches;  // empty if formats are chosen at run time
+  std::vector<StepLaunch> launches;  // empty if all parameters choose formats at run time
+  std::vector<int32_t> others;       // the parameters that do, if there are launches
 };
 
-// Plans a step. One parameter without a specialized kernel makes the whole step choose formats at run time.
+// Plans a step.
 StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_t num_params);
 
 }  // namespace drivetrain::optim

@@ -101,7 +101,7 @@ struct StepValues : StepMemory<RuleOf, kParam, kGrad, kState> {
 
   // Converts words to values and back for usual values; compute() detects others.
 
-  // Returns NaN where the remainder belongs to an earlier half (see storage.h).
+  // Returns NaN where the remainder belongs to an earlier half (see storage.h), and the half where a master does.
   static __device__ __forceinline__ float param_value(const Raw& raw, int k) {
     if constexpr (kParam == Format::kBFloat16Remainder16) {
       const int32_t remainder = static_cast<int16_t>(half_of(raw.extra, k));
@@ -109,12 +109,17 @@ struct StepValues : StepMemory<RuleOf, kParam, kGrad, kState> {
     } else if constexpr (kParam == Format::kBFloat16Remainder8) {
       const int32_t remainder = static_cast<int8_t>(byte_of(raw.extra, k));
       return bits_as<float>(widened_bfloat16(raw.param, k) + static_cast<uint32_t>(remainder * 256));
+    } else if constexpr (kParam == Format::kFloat16Master) {
+      const float master = bits_as<float>(raw.extra[k]);
+      const bool belongs = static_cast<uint16_t>(pack_float16(master, master)) == half_of(raw.param, k);
+      return belongs ? master : float16_of(raw.param, k);
     } else {
       return bits_as<float>(kParam == Format::kFloat32 ? raw.param[k] : widened_bfloat16(raw.param, k));
     }
   }
 
   static __device__ __forceinline__ float grad_value(const Raw& raw, int k) {
+    if constexpr (kGrad == Format::kFloat16) return float16_of(raw.grad, k);
     return bits_as<float>(kGrad == Format::kFloat32 ? raw.grad[k] : widened_bfloat16(raw.grad, k));
   }
 
@@ -142,6 +147,11 @@ struct StepValues : StepMemory<RuleOf, kParam, kGrad, kState> {
     } else if constexpr (kParam == Format::kBFloat16) {
       raw.param[first / 2] = pack_bfloat16(values[0], values[1]);
       raw.param[first / 2 + 1] = pack_bfloat16(values[2], values[3]);
+    } else if constexpr (kParam == Format::kFloat16Master) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) raw.extra[first + k] = bits[k];
+      raw.param[first / 2] = pack_float16(values[0], values[1]);
+      raw.param[first / 2 + 1] = pack_float16(values[2], values[3]);
     } else {
       if constexpr (kParam == Format::kBFloat16Remainder16) {
         raw.extra[first / 2] = low_halves(bits[0], bits[1]);

@@ -20,7 +20,7 @@ from drivetrain.planner.formats import kept_32_bits, state_bytes
 from drivetrain.planner.trace import ParameterInfo
 from effort import rounds
 from optim_cases import CASES, assert_same_bits_everywhere, rules
-from precision_cases import HALVES, PRECISIONS, everything, make_params, precisions, same_bits, set_grads
+from precision_cases import HALVES, PRECISIONS, SHAPES, everything, make_params, precisions, same_bits, set_grads
 from reference import formats
 
 STATE_SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 5000]
@@ -715,14 +715,16 @@ def test_frozen_parameters_may_have_any_dtype() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shapes", [SHAPES, [(3, 171), (5, 67), (300, 17)]], ids=["mixed", "matrices"])
 @precisions
 @rules
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_cuda_gives_the_cpus_bits(case: str, precision: str, dtype: torch.dtype) -> None:
+def test_cuda_gives_the_cpus_bits(case: str, precision: str, dtype: torch.dtype, shapes: list[Any]) -> None:
+    """Vectors keep float32 states, so that matrices alone reach the kernels of 8-bit ones by themselves."""
     if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
         pytest.skip("24 bits are for bfloat16 parameters")
     ours, _, options = CASES[case]
-    params = make_params(dtype)
+    params = make_params(dtype, shapes)
     on_gpu = [p.detach().cuda().requires_grad_() for p in params]
     optimizers = [ours(own, **options, **PRECISIONS[precision], min_8bit_size=0) for own in (params, on_gpu)]
     for _ in range(3):

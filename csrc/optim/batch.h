@@ -48,8 +48,10 @@ struct Batch {
     const ParamJob* momenta;
     ParamJob* steps;
     const StepItem* items;
+    ParamJob* others;
   } placed = {};
   StepPlan plan = {};
+  int64_t total_of_others = 0;  // elements of plan.others
   Factoring factoring = {};
   at::Tensor factors = {};  // memory of the factors during the step
   MuonPlan muon = {};       // Muon's memory during the step

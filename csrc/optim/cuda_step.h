@@ -46,12 +46,12 @@ struct ParamStart {
   uint64_t seed;                    // seed of the random bits
   void* scalars[kMaxScalars] = {};  // the rule's scalars, on the device
   bool scalars_are_double[kMaxScalars] = {};
+  int32_t other = -1;  // index into StepStart::others of a parameter without a specialized kernel; -1: none
 };
 
-// Fills rules[i], or records[i] where the step has a plan (step_plan.h), and params[i].key. Increments the step
-// counters and advances the scalars unless the grad scaling (may be null) skips the step, also for the starts beyond
-// num_params. params[i].rule
-// must be i.
+// Fills records[i] where the step has a plan (step_plan.h), else rules[i], and params[i].key. For other parameters of a
+// planned step, fills rules[i] and the key in `others`. Increments the step counters and advances the scalars unless
+// the grad scaling (may be null) skips the step, also for the starts beyond num_params. params[i].rule must be i.
 struct StepStart {
   RuleKind kind;
   ParamJob* params;
@@ -61,6 +61,7 @@ struct StepStart {
   int32_t num_params, num_starts;
   const GradScaling* grad_scaling;
   StepRecord* records = nullptr;
+  ParamJob* others = nullptr;
 };
 void start_cuda(const StepStart& start, void* stream);
 

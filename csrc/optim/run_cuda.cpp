@@ -34,6 +34,14 @@ void place_on_device(Batch& batch) {
   }
   batch.plan =
       plan_step(batch.rule->kind, batch.in_double, batch.params.data(), static_cast<int32_t>(batch.params.size()));
+  std::vector<ParamJob> others;
+  batch.total_of_others = 0;
+  for (const int32_t i : batch.plan.others) {
+    starts[i].other = static_cast<int32_t>(others.size());
+    ParamJob& other = others.emplace_back(batch.params[i]);
+    other.begin = num_blocks(batch.total_of_others) * kBlock;
+    batch.total_of_others = other.begin + other.numel;
+  }
   starts.insert(starts.end(), batch.empty_starts.begin(), batch.empty_starts.end());
   std::vector<char> bytes;
   const auto append = [&bytes](const auto& table) {
@@ -46,7 +54,7 @@ void place_on_device(Batch& batch) {
   const size_t params_begin = append(batch.params), starts_begin = append(starts);
   const size_t factored_begin = append(batch.factoring.matrices);
   const size_t momenta_begin = append(batch.muon.momenta), steps_begin = append(batch.muon.steps);
-  const size_t items_begin = append(batch.plan.items);
+  const size_t items_begin = append(batch.plan.items), others_begin = append(others);
   void* const stream = current_stream(batch.device);
   char* const table = batch.table.hold(bytes, batch.device, stream);
   batch.placed.params = reinterpret_cast<ParamJob*>(table + params_begin);
@@ -55,6 +63,7 @@ void place_on_device(Batch& batch) {
   batch.placed.momenta = reinterpret_cast<const ParamJob*>(table + momenta_begin);
   batch.placed.steps = reinterpret_cast<ParamJob*>(table + steps_begin);
   batch.placed.items = reinterpret_cast<const StepItem*>(table + items_begin);
+  batch.placed.others = reinterpret_cast<ParamJob*>(table + others_begin);
   bytes.clear();
   append(batch.numbers);
   batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
@@ -90,22 +99,30 @@ void run_on_device(Batch& batch, StepJob job) {
   void* const stream = current_stream(batch.device);
   const bool is_muon = job.kind == RuleKind::kMuonMomentum;
   const bool is_planned = !batch.plan.launches.empty();
-  const auto bytes_of_rule = static_cast<int64_t>(is_planned ? sizeof(StepRecord) : sizeof(RuleArgs));
-  const at::Tensor rules = empty_on(batch.device, job.num_params * bytes_of_rule);
-  auto* const of_params = is_planned ? nullptr : static_cast<RuleArgs*>(rules.data_ptr());
-  auto* const records = is_planned ? static_cast<StepRecord*>(rules.data_ptr()) : nullptr;
+  const auto num_others = static_cast<int32_t>(batch.plan.others.size());
+  at::Tensor rules, specialized;
+  if (!is_planned || num_others > 0) {
+    rules = empty_on(batch.device, job.num_params * static_cast<int64_t>(sizeof(RuleArgs)));
+  }
+  if (is_planned) specialized = empty_on(batch.device, job.num_params * static_cast<int64_t>(sizeof(StepRecord)));
+  auto* const of_params = rules.defined() ? static_cast<RuleArgs*>(rules.data_ptr()) : nullptr;
+  auto* const records = is_planned ? static_cast<StepRecord*>(specialized.data_ptr()) : nullptr;
   job.params = batch.placed.params;
   job.rules = of_params;
   job.num_rules = job.num_params;
   start_cuda({job.kind, is_muon ? batch.placed.steps : batch.placed.params, batch.placed.starts, batch.placed.numbers,
               of_params, job.num_params, static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()),
-              job.grad_scaling_on_device, records},
+              job.grad_scaling_on_device, records, batch.placed.others},
              stream);
   if (is_planned) {
     for (const StepLaunch& launch : batch.plan.launches) {
       step_kernel_cuda(launch, records, batch.placed.items, job, stream);
     }
-    return;
+    if (num_others == 0) return;
+    job.params = batch.placed.others;
+    job.num_params = num_others;
+    job.total = batch.total_of_others;
+    return step_cuda(job, stream);
   }
   if (is_muon) {
     run_muon(batch.muon, job, batch.placed.momenta, batch.placed.steps,

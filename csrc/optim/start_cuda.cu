@@ -24,7 +24,7 @@ __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers
     if (param.rows > 0) args.fit(param.rows, param.columns);
   }
   if constexpr (kHasKernels<kKind>) {
-    if (step.records != nullptr) {
+    if (step.records != nullptr && step.starts[i].other < 0) {
       step.records[i] = record_of(param, rule_from<RuleOf<float>>(args));
       return;
     }
@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(kStartThreads) start_step(StepStart step) {
   Scalars scalars = scalars_of(start);
   if (i < step.num_params) {
     make_rule(step, i, hypers, number, scalars);
-    step.params[i].key = random_key(start.seed, counted);
+    ParamJob& param = start.other < 0 ? step.params[i] : step.others[start.other];
+    param.key = random_key(start.seed, counted);
   }
   if (start.counter == nullptr || (step.grad_scaling != nullptr && step.grad_scaling->skips)) return;
   store_number(start.counter, start.counter_is_double, counted + 1);

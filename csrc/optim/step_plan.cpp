@@ -45,6 +45,7 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
   constexpr int64_t kMaxBlocks = INT32_MAX;
   std::array<std::vector<StepItem>, kNumKernels> items;
   std::array<int64_t, kNumKernels> num_blocks = {};
+  StepPlan plan;
   if (in_double) return {};
   int32_t previous = 0;
   bool continues = false;  // the last item takes consecutive small parameters
@@ -53,7 +54,11 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
     if (!fits(kKernels[kernel], kind, params[i])) {
       const KernelKey* const found =
           std::find_if(kKernels, kKernels + kNumKernels, [&](const KernelKey& k) { return fits(k, kind, params[i]); });
-      if (found == kKernels + kNumKernels) return {};
+      if (found == kKernels + kNumKernels) {
+        plan.others.push_back(i);
+        continues = false;
+        continue;
+      }
       kernel = static_cast<int32_t>(found - kKernels);
     }
     const bool has_codes = kKernels[kernel].num_states > 0 && has_blocks(kKernels[kernel].state[0]);
@@ -70,7 +75,6 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
     continues = is_small;
     previous = kernel;
   }
-  StepPlan plan;
   for (int32_t kernel = 0; kernel < kNumKernels; ++kernel) {
     const std::vector<StepItem>& mine = items[kernel];
     if (mine.empty()) continue;
@@ -78,6 +82,7 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
         {kernel, static_cast<int32_t>(plan.items.size()), static_cast<int32_t>(mine.size()), num_blocks[kernel]});
     plan.items.insert(plan.items.end(), mine.begin(), mine.end());
   }
+  if (plan.launches.empty()) plan.others.clear();
   return plan;
 }
 

@@ -20,9 +20,9 @@ LONGEST = (
     *("test_nccl", "test_gpu_check", "test_cli", "test_doctor_faults", "test_tags", "test_compiled"),
     *("test_frameworks", "test_torch_ddp", "test_notebooks", "test_script", "test_example_tasks", "test_late_device"),
     *("test_watch", "test_build", "test_elastic", "test_precision", "test_every_class", "test_crashes", "test_shm"),
-    *("test_faults", "test_example_gpt", "test_resume", "test_shm_hosts", "test_collectives"),
+    *("test_faults", "test_example_gpt", "test_tiers", "test_resume", "test_shm_hosts", "test_collectives"),
     *("test_store", "test_swap", "test_stock_loop", "test_planned_memory", "test_resumed_trainers", "test_shard"),
-    *("test_preemption", "test_optim_db", "test_adafactor"),
+    *("test_survivors", "test_preemption", "test_optim_db", "test_adafactor"),
 )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_loader, state_di
 from drivetrain.bench.measure import Row, median_interval
 from drivetrain.checkpointing import CheckpointError, Store
 
-from . import checkpoint_resume, checkpoint_steps
+from . import checkpoint_resume, checkpoint_steps, checkpoint_survivors
 
 LIMIT_S = 600.0
 FLIPS = 1000
@@ -43,6 +43,7 @@ def run(directory: Path | None, rounds: int, gib: float) -> list[Row]:
         del tensors
         rows.append(_flips(folder / "flips"))
         rows += checkpoint_steps.run(folder, min(rounds, 5))
+        rows.append(checkpoint_survivors.run(folder, min(rounds, 5)))
         rows += checkpoint_resume.run(folder)
     return rows
 
@@ -150,14 +151,13 @@ def _memory(directory: Path, tensors: dict[str, Tensor]) -> list[Row]:
         before = _resident_bytes()
         peak = 0
         for step in range(4):
-            begin = time.perf_counter()
             save = store.save(step, tensors, None)
             save.wait_copied(LIMIT_S)
-            if step > 0:  # the first save maps the memory
-                copies_s.append(time.perf_counter() - begin)
             peak = max(peak, _resident_bytes())
             save.result(LIMIT_S)
             peak = max(peak, _resident_bytes())
+            if step > 0 and save.copy_s is not None:  # the first save maps the memory
+                copies_s.append(save.copy_s)
         into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

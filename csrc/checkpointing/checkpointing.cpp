@@ -2,6 +2,7 @@
 #include "checkpointing/checkpointing.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/Storage.h>
 #include <fcntl.h>
 #include <pybind11/stl.h>
@@ -51,10 +52,9 @@ auto wait_in_slices(double timeout_s, const Wait& wait) {
 }
 
 void check_cpu(const at::Tensor& tensor) {
-  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg() ||
-      !tensor.is_contiguous()) {
+  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg()) {
     throw UserError(text("tensors contains one on ", tensor.device().str(),
-                         ", expected contiguous CPU tensors that are no lazy conjugates or negatives"));
+                         ", expected strided CPU tensors that are no lazy conjugates or negatives"));
   }
 }
 
@@ -66,17 +66,19 @@ std::shared_ptr<const void> memory_of(const at::Tensor& tensor) {
 
 Source source_of(const at::Tensor& tensor) {
   check_cpu(tensor);
-  return {static_cast<const unsigned char*>(tensor.const_data_ptr()), static_cast<int64_t>(tensor.nbytes()),
-          memory_of(tensor)};
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  std::vector<int64_t> strides = tensor.strides().vec();
+  for (int64_t& stride : strides) stride *= item;
+  return {StridedBytes(tensor.const_data_ptr(), item, tensor.sizes().vec(), strides), memory_of(tensor)};
 }
 
 std::shared_ptr<Snapshot> make_snapshot(SnapshotSlab& slab, const std::string& header,
-                                        const std::vector<at::Tensor>& tensors) {
+                                        const std::vector<at::Tensor>& tensors, bool replaces_chunks) {
   std::vector<Source> sources;
   sources.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) sources.push_back(source_of(tensor));
   try {
-    return std::make_shared<Snapshot>(slab, header, std::move(sources));
+    return std::make_shared<Snapshot>(slab, header, std::move(sources), replaces_chunks);
   } catch (const FileError& error) {
     raise_os_error(error);
   }
@@ -99,6 +101,30 @@ bool wait_written(const Snapshot& snapshot, double timeout_s) {
   }
 }
 
+// Returns the bytes of a chunk, whose memory the tensor keeps; nothing if they are not copied in time.
+std::optional<at::Tensor> chunk_of(const Snapshot& snapshot, int64_t index, double timeout_s) {
+  const auto bytes = wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.chunk(index, slice_s); });
+  if (!bytes) return std::nullopt;
+  return at::from_blob(
+      const_cast<unsigned char*>(bytes.get()), {snapshot.chunk_bytes(index)}, [bytes](void*) {},
+      at::TensorOptions().dtype(at::kByte));
+}
+
+void replace_chunk(Snapshot& snapshot, int64_t index, const at::Tensor& bytes) {
+  check_cpu(bytes);
+  const int64_t expected = snapshot.chunk_bytes(index);
+  if (!bytes.is_contiguous() || static_cast<int64_t>(bytes.nbytes()) < expected) {
+    throw UserError(text("bytes has ", bytes.nbytes(), " bytes, expected contiguous ", expected, " or more"));
+  }
+  const py::gil_scoped_release no_gil;
+  snapshot.replace_chunk(index, bytes.const_data_ptr());
+}
+
+std::optional<double> copy_seconds(const Snapshot& snapshot) {
+  const double seconds = snapshot.copy_seconds();
+  return seconds < 0 ? std::nullopt : std::optional(seconds);
+}
+
 std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
     std::string path, int64_t file_bytes, std::vector<int64_t> chunks, std::vector<uint32_t> expected,
     const std::vector<int64_t>& begins, const std::vector<at::Tensor>& tensors, int num_threads, double timeout_s) {
@@ -110,6 +136,7 @@ std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
   std::vector<Target> targets;
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_cpu(tensors[i]);
+    if (!tensors[i].is_contiguous()) throw UserError("tensors contains a strided view, expected contiguous tensors");
     if (tensors[i].numel() == 0) continue;
     targets.push_back(
         {begins[i], tensors[i].mutable_data_ptr(), static_cast<int64_t>(tensors[i].nbytes()), memory_of(tensors[i])});
@@ -157,8 +184,13 @@ void register_checkpointing(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("nbytes", &SnapshotSlab::nbytes);
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
-      .def(py::init(&make_snapshot), py::arg("slab"), py::arg("header"), py::arg("tensors"))
+      .def(py::init(&make_snapshot), py::arg("slab"), py::arg("header"), py::arg("tensors"),
+           py::arg("replaces_chunks") = false)
       .def_property_readonly("nbytes", &Snapshot::nbytes)
+      .def_property_readonly("num_chunks", &Snapshot::num_chunks)
+      .def("chunk", &chunk_of, py::arg("index"), py::arg("timeout_s"))
+      .def("replace_chunk", &replace_chunk, py::arg("index"), py::arg("bytes"))
+      .def_property_readonly("copy_seconds", &copy_seconds)
       .def(
           "wait_copied",
           [](const Snapshot& snapshot, double timeout_s) {

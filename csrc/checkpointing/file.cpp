@@ -15,12 +15,14 @@ namespace {
 
 int64_t rounded_up(int64_t size) { return (size + kBlockBytes - 1) / kBlockBytes * kBlockBytes; }
 
-// Opens with O_DIRECT, and without where the file system has none.
-int open_new(const char* path) {
+// Opens with O_DIRECT if asked to, and without where the file system has none.
+int open_new(const char* path, bool direct) {
   constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
-  const int fd = ::open(path, kFlags | O_DIRECT, 0644);
-  if (fd >= 0 || errno != EINVAL) return fd;
-  ::unlink(path);  // some file systems create the file before they refuse the flag
+  if (direct) {
+    const int fd = ::open(path, kFlags | O_DIRECT, 0644);
+    if (fd >= 0 || errno != EINVAL) return fd;
+    ::unlink(path);  // some file systems create the file before they refuse the flag
+  }
   return ::open(path, kFlags, 0644);
 }
 
@@ -36,8 +38,8 @@ bool is_direct(int fd) { return (::fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
 FileError::FileError(const std::string& call, std::string path, int code)
     : std::runtime_error(text(call, " of ", path, ": ", std::strerror(code))), path_(std::move(path)), code_(code) {}
 
-OutputFile::OutputFile(std::string path, int64_t size)
-    : path_(std::move(path)), size_(size), fd_(open_new(path_.c_str())) {
+OutputFile::OutputFile(std::string path, int64_t size, bool direct)
+    : path_(std::move(path)), size_(size), fd_(open_new(path_.c_str(), direct)) {
   if (fd_ < 0) throw FileError("open", path_, errno);
   // Reserved space lets direct writes run in parallel, and a full disk shows before anything is written.
   if (::fallocate(fd_, 0, 0, rounded_up(size)) != 0 && errno != EOPNOTSUPP && errno != ENOSYS) {

@@ -24,7 +24,7 @@ class FileError : public std::runtime_error {
 // A new file of a known size. Several threads may write different parts. Throws FileError.
 class OutputFile {
  public:
-  OutputFile(std::string path, int64_t size);
+  OutputFile(std::string path, int64_t size, bool direct);
   ~OutputFile();
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;

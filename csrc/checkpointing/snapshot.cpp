@@ -36,7 +36,7 @@ struct FilePart {
 
   FilePart(int64_t at, Source from)
       : begin(at),
-        end(at + from.size),
+        end(at + from.bytes.size()),
         source(std::move(from)),
         chunks_left(begin == end ? 0 : (end - 1) / kChunkBytes - begin / kChunkBytes + 1) {}
 };
@@ -48,6 +48,7 @@ struct Snapshot::State {
   int64_t num_chunks = 0;
   std::shared_ptr<Pages> pages;
   std::vector<uint32_t> checksums;
+  Clock::time_point began = Clock::now();
 
   std::atomic<int64_t> next_to_copy{0}, next_to_write{0};
   std::atomic<bool> is_abandoned{false};
@@ -56,7 +57,9 @@ struct Snapshot::State {
   std::condition_variable changed;
   // The mutex guards the rest.
   std::vector<bool> chunk_is_copied;
+  std::vector<bool> chunk_is_replaced;  // empty if none will be
   int64_t chunks_copied = 0;
+  double copy_seconds = -1;
   int writers = 0;
   bool is_written = false;
   std::unique_ptr<OutputFile> file;
@@ -84,13 +87,23 @@ void Snapshot::State::copy_chunk(int64_t chunk) {
     FilePart& part = **next;
     const int64_t begin = std::max(first, part.begin), end = std::min(last, part.end);
     if (begin >= end) continue;
-    checksum = copy_crc32c(checksum, pages->begin() + begin, part.source.bytes + (begin - part.begin), end - begin);
+    unsigned char* to = pages->begin() + begin;
+    const StridedBytes& from = part.source.bytes;
+    if (from.is_contiguous()) {
+      checksum = copy_crc32c(checksum, to, from.first() + (begin - part.begin), end - begin);
+    } else {
+      from.copy(to, begin - part.begin, end - part.begin);
+      checksum = crc32c(checksum, to, end - begin);
+    }
     if (part.chunks_left.fetch_sub(1) == 1) part.source.owner.reset();
   }
   checksums[chunk] = checksum;
   const std::lock_guard lock(mutex);
   chunk_is_copied[chunk] = true;
-  if (++chunks_copied == num_chunks) release_if_idle();
+  if (++chunks_copied == num_chunks) {
+    copy_seconds = std::chrono::duration<double>(Clock::now() - began).count();
+    release_if_idle();
+  }
   changed.notify_all();
 }
 
@@ -99,7 +112,8 @@ bool Snapshot::State::wait_for_chunks(int64_t begin, int64_t end) {
   std::unique_lock lock(mutex);
   changed.wait(lock, [&] {
     if (error || is_abandoned) return true;
-    return std::all_of(chunk_is_copied.begin() + begin, chunk_is_copied.begin() + end, [](bool is) { return is; });
+    const std::vector<bool>& is_ready = chunk_is_replaced.empty() ? chunk_is_copied : chunk_is_replaced;
+    return std::all_of(is_ready.begin() + begin, is_ready.begin() + end, [](bool is) { return is; });
   });
   return !error && !is_abandoned;
 }
@@ -155,15 +169,15 @@ void Snapshot::State::fail(std::exception_ptr why) {
   changed.notify_all();
 }
 
-Snapshot::Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources)
+Snapshot::Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources, bool replaces_chunks)
     : state_(std::make_shared<State>()) {
   State& state = *state_;
   DT_INVARIANT(header.size() % kBlockBytes == 0 && !header.empty());
   state.header = header;
   const auto size = static_cast<int64_t>(header.size());
   state.parts.reserve(sources.size() + 1);
-  const auto* header_bytes = reinterpret_cast<const unsigned char*>(state.header.data());
-  state.parts.push_back(std::make_unique<FilePart>(0, Source{header_bytes, size, nullptr}));
+  state.parts.push_back(
+      std::make_unique<FilePart>(0, Source{StridedBytes(state.header.data(), 1, {size}, {1}), nullptr}));
   for (Source& source : sources) {
     const int64_t at = state.parts.back()->end;
     state.parts.push_back(std::make_unique<FilePart>(at, std::move(source)));
@@ -172,6 +186,7 @@ Snapshot::Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<So
   state.num_chunks = (state.nbytes + kChunkBytes - 1) / kChunkBytes;
   state.checksums.resize(state.num_chunks);
   state.chunk_is_copied.resize(state.num_chunks);
+  if (replaces_chunks) state.chunk_is_replaced.resize(state.num_chunks);
   for (const auto& part : state.parts) {
     if (part->begin == part->end) part->source.owner.reset();
   }
@@ -199,6 +214,37 @@ bool Snapshot::wait_released(double timeout_s) const {
 
 int64_t Snapshot::nbytes() const { return state_->nbytes; }
 
+int64_t Snapshot::num_chunks() const { return state_->num_chunks; }
+
+int64_t Snapshot::chunk_bytes(int64_t index) const {
+  return std::min(kChunkBytes, state_->nbytes - index * kChunkBytes);
+}
+
+std::shared_ptr<const unsigned char> Snapshot::chunk(int64_t index, double timeout_s) const {
+  DT_INVARIANT(0 <= index && index < state_->num_chunks);
+  std::unique_lock lock(state_->mutex);
+  const bool is_copied = state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                                                  [&] { return state_->chunk_is_copied[index] || state_->error; });
+  if (!is_copied || state_->error || !state_->pages) return nullptr;
+  return {state_->pages, state_->pages->begin() + index * kChunkBytes};
+}
+
+void Snapshot::replace_chunk(int64_t index, const void* bytes) {
+  std::shared_ptr<Pages> pages;
+  {
+    const std::lock_guard lock(state_->mutex);
+    DT_INVARIANT(0 <= index && index < static_cast<int64_t>(state_->chunk_is_replaced.size()));
+    DT_INVARIANT(state_->chunk_is_copied[index] && !state_->chunk_is_replaced[index]);
+    pages = state_->pages;
+  }
+  if (!pages) return;  // the snapshot has failed or was abandoned
+  const uint32_t checksum = copy_crc32c(0, pages->begin() + index * kChunkBytes, bytes, chunk_bytes(index));
+  const std::lock_guard lock(state_->mutex);
+  state_->checksums[index] = checksum;
+  state_->chunk_is_replaced[index] = true;
+  state_->changed.notify_all();
+}
+
 // Copies as well, because the threads of low priority may get no core for long while others want all of them.
 bool Snapshot::wait_copied(double timeout_s) const {
   const auto deadline =
@@ -212,10 +258,15 @@ bool Snapshot::wait_copied(double timeout_s) const {
   return state_->changed.wait_until(lock, deadline, [&] { return state_->chunks_copied == state_->num_chunks; });
 }
 
-void Snapshot::write(const std::string& path) {
+double Snapshot::copy_seconds() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->copy_seconds;
+}
+
+void Snapshot::write(const std::string& path, bool direct) {
   State& state = *state_;
   DT_INVARIANT(!state.file && !state.is_written);
-  auto file = std::make_unique<OutputFile>(path, state.nbytes);
+  auto file = std::make_unique<OutputFile>(path, state.nbytes, direct);
   const int64_t units = (state.num_chunks + kChunksPerWrite - 1) / kChunksPerWrite;
   const int count = static_cast<int>(std::min<int64_t>(kWriters, units));
   {

@@ -7,14 +7,14 @@
 #include <vector>
 
 #include "checkpointing/slab.h"
+#include "checkpointing/strided_bytes.h"
 
 namespace drivetrain::checkpointing {
 
 constexpr int64_t kChunkBytes = 4 << 20;  // each chunk of a file has its own checksum
 
 struct Source {
-  const unsigned char* bytes;
-  int64_t size;
+  StridedBytes bytes;
   std::shared_ptr<const void> owner;  // released once the bytes are copied
 };
 
@@ -23,7 +23,8 @@ struct Source {
 class Snapshot {
  public:
   // Starts to copy the header and the sources, one after another. The header has a multiple of kBlockBytes bytes.
-  Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources);
+  // replaces_chunks: each chunk is written only after replace_chunk() has given its encrypted bytes.
+  Snapshot(SnapshotSlab& slab, const std::string& header, std::vector<Source> sources, bool replaces_chunks = false);
   ~Snapshot();
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
@@ -31,9 +32,21 @@ class Snapshot {
   int64_t nbytes() const;
   // Returns false if the sources are not copied in time.
   bool wait_copied(double timeout_s) const;
+  // Returns the seconds from the construction until all sources were copied; negative before.
+  double copy_seconds() const;
 
-  // Starts to write into a new file, once. It may be called before all sources are copied.
-  void write(const std::string& path);
+  int64_t num_chunks() const;
+  // Returns the bytes of a chunk, once they are copied; the pages live as long as the result. Returns nothing if they
+  // are not copied in time, or if the snapshot has failed.
+  std::shared_ptr<const unsigned char> chunk(int64_t index, double timeout_s) const;
+  int64_t chunk_bytes(int64_t index) const;
+  // Puts other bytes, as many as it has, in the place of a copied chunk, and lets it be written. May be called once per
+  // chunk.
+  void replace_chunk(int64_t index, const void* bytes);
+
+  // Starts to write into a new file, once, past the page cache if `direct`. It may be called before all sources are
+  // copied.
+  void write(const std::string& path, bool direct = true);
   // Returns true once the file's contents are durable, and false if that takes longer. Throws FileError.
   bool wait_written(double timeout_s) const;
 
@@ -43,7 +56,7 @@ class Snapshot {
   // Returns false if the memory is not given back in time.
   bool wait_released(double timeout_s) const;
 
-  // Returns the CRC32C of each chunk of the file, once all sources are copied.
+  // Returns the CRC32C of each chunk of the file, once all sources are copied and replaced.
   std::vector<uint32_t> checksums() const;
 
  private:

@@ -67,6 +67,15 @@ def _short(path: str) -> str:
     return str(Path(*Path(path).parts[-2:]))
 
 
+def place_of(thread: threading.Thread) -> str:
+    """Returns the line that another thread runs, outside of the standard library; it reads "store.py:88 in close"."""
+    stack = stack_of_thread(thread.ident or 0)
+    if not stack:
+        return "its end"
+    inner = next((one for one in stack if not _is_in_standard_library(one.f_code.co_filename)), stack[0])
+    return f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno} in {inner.f_code.co_name}"
+
+
 def self_of(frame: FrameType) -> object:
     """Returns the object whose method the frame runs; None for a plain function."""
     code = frame.f_code

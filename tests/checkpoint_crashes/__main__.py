@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from checkpoint_crashes import group_signals, harness
+from checkpoint_crashes import damage, group_signals, harness, resumes, signals, writes
 
 RECORDED_RUNS = 10
 KINDS = [
-    *("kill -9 of one rank", "kill -9 of one of two ranks"),
-    *("power cut", "signal to a job with workers"),
+    *("kill -9 of one rank", "kill -9 of one of two ranks", "kill -9, encrypted"),
+    *("power cut", "power cut, encrypted", "flipped bit", "SIGTERM", "signal to a job with workers"),
+    *("write between steps", "damage of files and their copies", "resume of a loop"),
 ]
 SIGNALS_PER_ROUND = 10  # one signal for so many rounds of the other kinds, because each starts a training
 
@@ -64,11 +65,21 @@ def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[tuple[int,
     with harness.Server(harness.build_shim(folder)) as server:
         yield "kill -9 of one rank", harness.kill_rounds(server, folder, seeds, 1)
         yield "kill -9 of one of two ranks", harness.kill_rounds(server, folder, seeds, 2)
+        yield "kill -9, encrypted", harness.kill_rounds(server, folder, seeds, 1, is_encrypted=True)
         directory, calls = harness.record_saves(server, folder, RECORDED_RUNS)
+        encrypted = harness.record_saves(server, folder, RECORDED_RUNS, is_encrypted=True)
     cuts = harness.cut_rounds(directory, calls, folder, seeds)
     yield "power cut", ((seed, True, problems) for seed, problems in cuts)
+    cuts = harness.cut_rounds(*encrypted, folder, seeds, is_encrypted=True)
+    yield "power cut, encrypted", ((seed, True, problems) for seed, problems in cuts)
+    flips = harness.flip_rounds(folder, seeds)
+    yield "flipped bit", ((seed, True, problems) for seed, problems in flips)
+    yield "write between steps", writes.write_rounds(folder, seeds)
+    yield "damage of files and their copies", damage.damage_rounds(folder, seeds)
     some = seeds[: -(-len(seeds) // SIGNALS_PER_ROUND)]
+    yield "SIGTERM", signals.signal_rounds(folder, some)
     yield "signal to a job with workers", group_signals.group_rounds(folder, some)
+    yield "resume of a loop", resumes.resume_rounds(folder, some)
 
 
 if __name__ == "__main__":

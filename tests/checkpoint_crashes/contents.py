@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drivetrain.checkpointing import Store
+from drivetrain.checkpointing import Encryption, Store
 from drivetrain.checkpointing.store.directory import leftovers
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 
 KEEP = 2
+KEYS = Encryption(key=lambda key_id: ("crashes", bytes(range(32))))
 
 
 def tensors_of(count: int, rank: int = 0) -> dict[str, Tensor]:
@@ -33,16 +34,19 @@ def step_of(count: int) -> int:
     return 10 * (count - (count % 5 == 0))
 
 
-def problems_of(directory: Path, acknowledged: int, world_size: int = 1) -> list[str]:
+def problems_of(
+    directory: Path, acknowledged: int, world_size: int = 1, encryption: Encryption | None = None
+) -> list[str]:
     """Returns what is wrong with a directory after a crash: unloadable, changed or lost checkpoints.
 
     Args:
         directory: The directory.
         acknowledged: Number of the last save whose `result()` had returned; 0: none.
         world_size: Number of ranks of each save.
+        encryption: KEYS if the checkpoints are encrypted.
     """
     problems, newest = [], 0
-    complete = complete_checkpoints(directory)
+    complete = complete_checkpoints(directory, encryption)
     for checkpoint in complete:
         faults = checkpoint.verify()
         if faults:
@@ -64,15 +68,15 @@ def problems_of(directory: Path, acknowledged: int, world_size: int = 1) -> list
     return problems
 
 
-def problems_after_restart(directory: Path, acknowledged: int) -> list[str]:
+def problems_after_restart(directory: Path, acknowledged: int, encryption: Encryption | None = None) -> list[str]:
     """Returns what is wrong, then starts a store there, saves, and looks again."""
-    problems = problems_of(directory, acknowledged)
+    problems = problems_of(directory, acknowledged, encryption=encryption)
     before = {checkpoint.step for checkpoint in complete_checkpoints(directory)}
-    with Store(directory, keep=None, timeout=60) as store:
+    with Store(directory, keep=None, timeout=60, encryption=encryption) as store:
         if {checkpoint.step for checkpoint in store.checkpoints()} != before:
             problems.append("the start removed a complete checkpoint")
         if left := leftovers(directory):
             problems.append(f"the start left {[entry.name for entry in left]}")
         count = acknowledged + 11
         store.save(step_of(count), tensors_of(count), {"count": count}).result(60)
-    return problems + problems_of(directory, count)
+    return problems + problems_of(directory, count, encryption=encryption)

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoint_crashes.contents import problems_after_restart, problems_of
+from checkpoint_crashes.contents import KEEP, KEYS, problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Call, Disk, read_trace
+from drivetrain.checkpointing import Store
+from drivetrain.checkpointing.store.reading import complete_checkpoints, find_checkpoints
 
 HERE = Path(__file__).parent
 ANSWER_LIMIT_S = 180.0
@@ -76,15 +78,17 @@ class Server:
         return answer
 
 
-def kill_rounds(server: Server, folder: Path, seeds: range, world_size: int) -> Iterator[tuple[int, bool, list[str]]]:
+def kill_rounds(
+    server: Server, folder: Path, seeds: range, world_size: int, is_encrypted: bool = False
+) -> Iterator[tuple[int, bool, list[str]]]:
     """Kills a run once per seed, and restarts it in the same directory. Yields (seed, was killed, problems).
 
     Three of four rounds kill at a random system call, before, within or after it; the others after a random time. The
     rounds repeat with their first seed and number, except for the order of concurrent writes.
     """
-    directory = folder / f"kills-{world_size}"
+    directory = folder / f"kills-{world_size}-{is_encrypted}"
     directory.mkdir()
-    plan = {"directory": str(directory), "world_size": world_size}
+    plan = {"directory": str(directory), "world_size": world_size, "is_encrypted": is_encrypted}
     acknowledged, first = 0, 1
     calls = 60
     for seed in seeds:
@@ -106,25 +110,27 @@ def kill_rounds(server: Server, folder: Path, seeds: range, world_size: int) -> 
         calls = max(calls, answer["calls"])
         Path(one["store"]).unlink(missing_ok=True)
         yield seed, answer["killed"] > 0, answer["problems"]
-    yield seeds.stop, False, problems_of(directory, acknowledged, world_size)
+    yield seeds.stop, False, problems_of(directory, acknowledged, world_size, KEYS if is_encrypted else None)
 
 
-def record_saves(server: Server, folder: Path, rounds: int) -> tuple[str, list[Call]]:
+def record_saves(server: Server, folder: Path, rounds: int, is_encrypted: bool = False) -> tuple[str, list[Call]]:
     """Records the system calls of several runs in one directory, each of three saves. Returns (directory, calls)."""
-    directory = folder / "recorded"
+    directory = folder / f"recorded-{is_encrypted}"
     directory.mkdir()
     calls: list[Call] = []
     for index in range(rounds):
         trace = folder / f"trace-{index}"
         plan = {"directory": str(directory), "world_size": 1, "acknowledged": 3 * index, "first": 3 * index + 1}
-        answer = server.run({**plan, "trace": str(trace)})
+        answer = server.run({**plan, "trace": str(trace), "is_encrypted": is_encrypted})
         assert not answer["problems"], answer["problems"]
         calls += read_trace(trace)
         trace.unlink()
     return str(directory), calls
 
 
-def cut_rounds(directory: str, calls: list[Call], folder: Path, seeds: range) -> Iterator[tuple[int, list[str]]]:
+def cut_rounds(
+    directory: str, calls: list[Call], folder: Path, seeds: range, is_encrypted: bool = False
+) -> Iterator[tuple[int, list[str]]]:
     """Cuts the power at a random call per seed, and restarts from a random disk state. Yields (seed, problems)."""
     points = sorted((random.Random(seed).randrange(len(calls) + 1), seed) for seed in seeds)
     disk, at, acknowledged = Disk(directory), 0, 0
@@ -137,6 +143,53 @@ def cut_rounds(directory: str, calls: list[Call], folder: Path, seeds: range) ->
         state = folder / f"cut-{seed}"
         draw = random.Random(f"state {seed}")
         disk.write_state(state, draw)
-        problems = problems_after_restart(state, acknowledged)
+        problems = problems_after_restart(state, acknowledged, KEYS if is_encrypted else None)
         yield seed, [f"call {point}: {problem}" for problem in problems]
         shutil.rmtree(state)
+
+
+def flip_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, list[str]]]:
+    """Flips one random bit of a random file of a checkpoint per seed. Yields (seed, problems).
+
+    `verify` or the search for checkpoints must find each flip, and name the file. For a bit of a tensor, `verify` must
+    also name the tensor and the chunk, and loading must fail.
+    """
+    directory = folder / "flips"
+    with Store(directory, keep=None, timeout=60) as store:
+        for count in range(1, KEEP + 3):
+            store.save(step_of(count), tensors_of(count), {"count": count}).result(60)
+    files = sorted(path for path in directory.glob("step-*/*") if path.is_file())
+    for seed in seeds:
+        draw = random.Random(seed)
+        path = draw.choice(files)
+        with path.open("r+b") as stream:
+            at = draw.randrange(path.stat().st_size)
+            stream.seek(at)
+            byte = stream.read(1)[0]
+            stream.seek(at)
+            stream.write(bytes([byte ^ 1 << draw.randrange(8)]))
+        yield seed, [f"{path}, byte {at}: {problem}" for problem in _missed_flip(path, at)]
+        with path.open("r+b") as stream:
+            stream.seek(at)
+            stream.write(bytes([byte]))
+    yield seeds.stop, problems_of(directory, KEEP + 2)
+
+
+def _missed_flip(path: Path, at: int) -> list[str]:
+    directory, name = path.parent.parent, path.name
+    errors = [str(found) for found in find_checkpoints(directory) if isinstance(found, Exception)]
+    if errors:
+        return [] if len(errors) == 1 and name in errors[0] else [f"the errors do not name it alone: {errors}"]
+    if not name.endswith(".safetensors"):
+        return ["no error"]
+    (checkpoint,) = (found for found in complete_checkpoints(directory) if found.path == path.parent)
+    faults = checkpoint.verify()
+    entries = checkpoint._parts[0].entries
+    (tensor,) = (tensor for tensor, entry in entries.items() if entry.begin <= at < entry.end)
+    if len(faults) != 1 or faults[0].file != name or tensor not in faults[0].tensors or faults[0].chunk != at >> 22:
+        return [f"verify() returned {faults}, expected one fault that names {tensor} and chunk {at >> 22}"]
+    try:
+        checkpoint.load([tensor])
+    except Exception as error:
+        return [] if tensor in str(error) and name in str(error) else [f"load() raised {error}"]
+    return ["load() raised nothing"]

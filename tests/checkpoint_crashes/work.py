@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from checkpoint_crashes.contents import KEEP, problems_of, step_of, tensors_of
+from checkpoint_crashes.contents import KEEP, KEYS, problems_of, step_of, tensors_of
 from drivetrain.checkpointing import Coordinator, Store
 
 ROUND_LIMIT_S = 120.0
@@ -41,6 +41,7 @@ def train(plan: dict[str, Any], rank: int, answer: int) -> None:
     coordinator = None
     if world_size > 1:
         coordinator = Coordinator(dist.FileStore(plan["store"], world_size), rank, world_size)
+    encryption = KEYS if plan.get("is_encrypted") else None
     with Store(
         directory,
         rank=rank,
@@ -49,9 +50,10 @@ def train(plan: dict[str, Any], rank: int, answer: int) -> None:
         keep=KEEP,
         timeout=30,
         lock_timeout=30,
+        encryption=encryption,
     ) as store:
         if rank == 0:
-            for problem in problems_of(directory, plan["acknowledged"], world_size):
+            for problem in problems_of(directory, plan["acknowledged"], world_size, encryption):
                 tell(problem=problem)
         if mine and not kill["early"]:
             shim.shim_kill(kill["at"], PHASES[kill["phase"]])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote
 from warm_python import warm_context
 
 OWNER, COLLEAGUE, GROUP = 4001, 4002, 4100
@@ -23,12 +23,12 @@ LIMIT_S = 100
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act for two other users")
 
 
-def train(folder: Path, steps: int) -> int:
+def train(folder: Path, steps: int, **options: object) -> int:
     """Trains some steps more than before, and returns the steps of the checkpoint that it began with."""
     torch.manual_seed(0)
     model = nn.Linear(40, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with Checkpointer(folder, model=model, optimizer=optimizer, every=1, keep=2) as ckpt:
+    with Checkpointer(folder, model=model, optimizer=optimizer, every=1, keep=2, **options) as ckpt:  # type: ignore[arg-type]
         begun = ckpt.steps
         for _ in range(steps):
             model(torch.ones(2, 40)).sum().backward()
@@ -73,15 +73,15 @@ def shared() -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o077])
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o027, 0o077])
 def test_files_and_folders_have_the_modes_of_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        train(tmp_path / "run", 3)
+        train(tmp_path / "run", 3, tiers=[Remote(f"file://{tmp_path}/remote")])
     finally:
         os.umask(before)
     paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
-    assert {path.name for path in paths} >= {".lock", "manifest.json"}
+    assert {path.name for path in paths} >= {".lock", "audit.jsonl", "run.json", "tiers.json", "manifest.json"}
     for path in paths:
         expected = (0o777 if path.is_dir() else 0o666) & ~umask
         assert stat.S_IMODE(path.stat().st_mode) == expected, f"{path}: {oct(path.stat().st_mode)}"
@@ -109,7 +109,16 @@ def test_a_colleague_who_may_not_write_is_refused_before_the_training(umask: int
     assert f"{run} cannot be continued by user {COLLEAGUE}, who may not write to {run}, which belongs to user" in text
     assert f"its owner runs `chmod -R g+rwX {run}`, and from then on all start it under `umask 002`" in text
     assert sorted(run.rglob("*")) == before
-    run.chmod(0o2775)  # its lock is not open to the group
+    # One file or folder is enough, also if the directory is open to the group.
+    run.chmod(0o2775)
     assert "who may not write to" in train_as(COLLEAGUE, 0o002, run, 3)
     subprocess.run(["chmod", "-R", "g+rwX", os.fspath(run)], check=True)
     assert train_as(COLLEAGUE, 0o002, run, 3) == "3"
+
+
+@needs_root
+def test_a_directory_that_cannot_be_made_is_refused(shared: Path) -> None:
+    shared.chmod(0o2755)
+    text = train_as(COLLEAGUE, 0o002, shared / "new" / "run", 1)
+    assert f"who may not write to {shared}, which belongs to user {OWNER}" in text
+    assert CheckpointError.__name__ in text

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_crashes import harness
-from checkpoint_crashes.contents import problems_of, tensors_of
+from checkpoint_crashes import harness, resumes, writes
+from checkpoint_crashes.contents import problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Disk
 from drivetrain.checkpointing import CheckpointError, Store
 from effort import rounds
@@ -38,16 +38,34 @@ def server(shim: Path) -> Iterator[harness.Server]:
         yield running
 
 
-@pytest.mark.parametrize(("world_size", "num_rounds"), [(1, rounds(12, 30)), (2, rounds(6, 10))])
-def test_kills_lose_nothing(server: harness.Server, tmp_path: Path, world_size: int, num_rounds: int) -> None:
-    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + num_rounds), world_size))
+@pytest.mark.parametrize(
+    ("world_size", "num_rounds", "is_encrypted"),
+    [(1, rounds(12, 30), False), (2, rounds(6, 10), False), (1, rounds(6, 15), True), (2, rounds(4, 8), True)],
+)
+def test_kills_lose_nothing(
+    server: harness.Server, tmp_path: Path, world_size: int, num_rounds: int, is_encrypted: bool
+) -> None:
+    outcomes = list(harness.kill_rounds(server, tmp_path, range(SEED, SEED + num_rounds), world_size, is_encrypted))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
     assert sum(killed for _, killed, _ in outcomes) > num_rounds // 4  # others ended before their random call
 
 
-def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path) -> None:
-    directory, calls = harness.record_saves(server, tmp_path, 3)
-    outcomes = harness.cut_rounds(directory, calls, tmp_path, range(SEED, SEED + rounds(20, 60)))
+def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
+    outcomes = list(writes.write_rounds(tmp_path, range(SEED, SEED + rounds(30, 200))))
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
+
+
+def test_loops_of_strangers_continue_with_the_same_bits(tmp_path: Path) -> None:
+    """Takes some of the loops; `make crashes` takes all of them."""
+    outcomes = list(resumes.resume_rounds(tmp_path, range(SEED, SEED + rounds(5, 64))))
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path, is_encrypted: bool) -> None:
+    directory, calls = harness.record_saves(server, tmp_path, 3, is_encrypted)
+    seeds = range(SEED, SEED + rounds(20, 60))
+    outcomes = harness.cut_rounds(directory, calls, tmp_path, seeds, is_encrypted)
     assert [(seed, problems) for seed, problems in outcomes if problems] == []
 
 
@@ -74,6 +92,11 @@ def test_power_cuts_find_a_writer_that_syncs_too_little(server: harness.Server, 
     assert problems
 
 
+def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
+    outcomes = harness.flip_rounds(tmp_path, range(SEED, SEED + rounds(20, 60)))
+    assert [(seed, problems) for seed, problems in outcomes if problems] == []
+
+
 def test_every_failing_call_is_reported_and_harmless(shim: Path, tmp_path: Path) -> None:
     answer = subprocess.run(
         [warm_python(), "-m", "checkpoint_crashes.failures", str(tmp_path / "runs")],
@@ -97,7 +120,7 @@ def test_a_slow_disk_does_not_hold_the_tensors(shim: Path, tmp_path: Path) -> No
         "try: save.result(0.01)\n"
         "except CheckpointError as error: told = str(error)\n"
         "else: raise AssertionError('no error')\n"
-        "assert 'still being written' in told, told\n"
+        "assert 'still being written; the thread that writes is at ' in told, told\n"
         "assert save.result(60).load()['x'].eq(1).all(); store.close()\n"
         "short = Store(sys.argv[1], timeout=0.2); shim.shim_delay_writes(400_000)\n"
         "save = short.save(2, {'x': x}, None)\n"
@@ -179,6 +202,16 @@ def test_a_process_that_runs_out_of_memory_for_the_snapshot_goes_on(tmp_path: Pa
     x = torch.ones(1)
     huge = x.expand(1 << 24, 1 << 24)  # a petabyte, of which one element exists
     with Store(tmp_path) as store:
-        with pytest.raises(CheckpointError, match="allocate memory"):
+        with pytest.raises(CheckpointError, match="MemoryError"):
             store.save(1, {"huge": huge}, None).result(LIMIT_S)
         assert store.save(2, {"x": x}, None).result(LIMIT_S).load()["x"] == 1
+
+
+def test_the_checker_finds_lost_and_changed_checkpoints(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.save(step_of(1), tensors_of(1), {"count": 1}).result(LIMIT_S)
+        assert problems_of(tmp_path, 1) == []
+        assert "the newest save is 1, but 2" in problems_of(tmp_path, 2)[0]
+        store.save(step_of(2), tensors_of(3), {"count": 2}).result(LIMIT_S)
+        assert "other tensors" in problems_of(tmp_path, 2)[0]
+    assert problems_after_restart(tmp_path, 2)

@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from drivetrain.checkpointing import Checkpointer, CheckpointError
-
-FILES = ("rank-00000-of-00001.safetensors", "rank-00000-of-00001.json", "manifest.json")
-
-
-def flip(path: Path) -> None:
-    """Flips a bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[-100 % len(data)] ^= 1
-    path.write_bytes(data)
-
-
-def _fill_with_zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "a flipped bit": flip,
-    "cut off by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "zeros": _fill_with_zeros,
-    "empty": lambda path: os.truncate(path, 0),
-    "missing": Path.unlink,
-}
-
-
-def trained(directory: Path, steps: int, keep: int = 3) -> Checkpointer:
-    """Makes some steps, each with a save, that add 1 to the weights; checks that they continue from the last step."""
-    model = nn.Linear(8, 8)
-    nn.init.zeros_(model.weight)
-    with Checkpointer(directory, model=model, every=None, keep=keep) as ckpt:
-        torch.testing.assert_close(model.weight.detach(), torch.full((8, 8), float(ckpt.steps)), rtol=0, atol=0)
-        for _ in range(steps):
-            with torch.no_grad():
-                model.weight.add_(1)
-            ckpt.step()
-            ckpt.save()
-    return ckpt
-
+from checkpoint_crashes.damage import DAMAGES, FILES, damage_rounds, flip, trained
+from drivetrain.checkpointing import CheckpointError
+from effort import rounds
 
 every_damage = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 every_file = pytest.mark.parametrize("file", FILES)
@@ -77,3 +39,40 @@ def test_an_older_one_is_intact(tmp_path: Path, file: str, damage: Callable[[Pat
         UserWarning, match=f"with step 2, because newer checkpoints are damaged: .*step-0000000003.*{file}"
     ):
         assert trained(tmp_path, 0).steps == 2
+
+
+@every_file
+@every_damage
+def test_a_remote_copy_is_intact(tmp_path: Path, file: str, damage: Callable[[Path], None]) -> None:
+    """An intact remote copy of the damaged step wins over an older step of this host, without a warning."""
+    trained(tmp_path / "run", 3, tmp_path / "remote")
+    damage(tmp_path / "run" / "step-0000000003" / file)
+    assert trained(tmp_path / "run", 1, tmp_path / "remote").steps == 4
+    assert trained(tmp_path / "run", 0).steps == 4
+
+
+@every_file
+@every_damage
+def test_both_copies_are_damaged(tmp_path: Path, file: str, damage: Callable[[Path], None]) -> None:
+    trained(tmp_path / "run", 3, tmp_path / "remote")
+    for folder in ("run", "remote"):
+        damage(tmp_path / folder / "step-0000000003" / file)
+    with pytest.warns(UserWarning, match="with step 2, because newer checkpoints are damaged: .*step-0000000003"):
+        assert trained(tmp_path / "run", 0, tmp_path / "remote").steps == 2
+
+
+def test_a_damaged_remote_copy_leaves_a_local_one_of_that_step(tmp_path: Path) -> None:
+    """A run that went back to an earlier step on another host writes the same step again, with a later serial."""
+    trained(tmp_path / "a", 1, tmp_path / "remote")
+    trained(tmp_path / "a", 1)
+    trained(tmp_path / "b", 2, tmp_path / "remote")  # continues with step 1
+    for step in (2, 3):
+        flip(tmp_path / "remote" / f"step-{step:010d}" / FILES[0])
+    with pytest.warns(UserWarning, match="with step 2"):
+        assert trained(tmp_path / "a", 0, tmp_path / "remote").steps == 2
+
+
+@pytest.mark.filterwarnings("ignore:the training continues with step")
+def test_several_files_of_both_tiers_are_damaged(tmp_path: Path) -> None:
+    outcomes = damage_rounds(tmp_path, range(rounds(15, 200)))
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []

@@ -1,4 +1,4 @@
-"""Tests that checkpoints of torch.distributed.checkpoint can be imported."""
+"""Tests that torch.distributed.checkpoint reads what is exported, and that its checkpoints can be imported."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import drivetrain
 from drivetrain.checkpointing import Checkpointer, CheckpointError
-from drivetrain.checkpointing.frameworks.dcp import import_dcp
+from drivetrain.checkpointing.frameworks.dcp import export_dcp, import_dcp
+from drivetrain.checkpointing.store.reading import complete_checkpoints
+from drivetrain.cli import main
 from ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns about its own calls
@@ -71,6 +73,28 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPo
     yield found
     for pool in found.values():
         pool.close()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_is_exported_continues_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    model, optimizer = make(kind, 0)
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, every=None):
+        train(model, optimizer, range(3))
+    expected = train(model, optimizer, range(3, 9))
+    out = tmp_path / "dcp"
+    assert main(["ckpt", "export", str(tmp_path / "run"), "--format", "dcp", "--out", str(out)]) == 0
+
+    other, its = make(kind, 1)
+    import_dcp(out, other, its)
+    assert train(other, its, range(3, 9)) == expected
+
+    if kind in ("torch", "momentum"):  # torch's own way in
+        other, its = make(kind, 2)
+        model_state, optim_state = get_state_dict(other, its)
+        state = {"model": model_state, "optim": optim_state}
+        dcp.load(state, checkpoint_id=out)
+        set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        assert train(other, its, range(3, 9)) == expected
 
 
 @pytest.mark.parametrize("keys", ["names", "numbers"])
@@ -163,6 +187,11 @@ def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is no checkpoint of torch\.distributed\.checkpoint"):
         import_dcp(tmp_path, model, optimizer)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, every=None):
+        pass
+    with pytest.raises(ValueError, match="which exists: choose a new folder"):
+        export_dcp(complete_checkpoints(tmp_path / "run")[-1], tmp_path / "old")
 
 
 def test_the_optimizer_may_be_left_out(tmp_path: Path) -> None:

@@ -56,6 +56,17 @@ class Agents:
         self._agents.append(agent)
         return agent
 
+    def serves_the_rendezvous(self, agent: subprocess.Popen[bytes]) -> bool:
+        """Returns whether that agent has opened the port of the rendezvous. Whichever agent comes first does."""
+        tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        rows = [row.split() for table in tables for row in table]
+        listening = {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == self._port}
+        opened = set()
+        for path in Path(f"/proc/{agent.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                opened.add(str(path.readlink()))
+        return any(f"socket:[{inode}]" in opened for inode in listening)
+
     def __enter__(self) -> Agents:
         return self
 
@@ -95,7 +106,7 @@ def assert_each_sample_once(
     assert set(counted.values()) == {1}
 
 
-@pytest.mark.parametrize(("victim", "every"), [(0, None), (1, 3)])
+@pytest.mark.parametrize(("victim", "every"), [(1, None), (0, None), (1, 3)])
 def test_torchrun_restarts_after_a_kill(tmp_path: Path, victim: int, every: int | None) -> None:
     kills = [{"restart": 0, "step": 8, "rank": victim}]
     with Agents(tmp_path, "1", kills=kills, every=every) as agents:
@@ -111,6 +122,26 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path, victim: int, every: int 
     ends = [line for line in lines if "end" in line]
     assert [line["end"] for line in ends] == [EPOCHS * SAMPLES // (2 * BATCH)] * 2
     assert ends[0]["weight"] == ends[1]["weight"]
+
+
+def test_a_host_leaves(tmp_path: Path) -> None:
+    """The agent and the rank of a second host vanish, and the first one continues alone."""
+    with Agents(tmp_path, "1:2", pause_s=0.1) as agents:
+        first, second = agents.start(), agents.start()
+        agents.await_line("step", 5)
+        if agents.serves_the_rendezvous(second):  # torchrun survives the loss of any other agent only
+            first, second = second, first
+        (pid,) = (line["pid"] for line in agents.lines() if line.get("begin") == 0 and line["rank"] == 1)
+        is_of_second = str(second.pid) in Path(f"/proc/{pid}/stat").read_text().split()[3]
+        os.killpg(second.pid, signal.SIGKILL)
+        rank = pid if is_of_second else next(line["pid"] for line in agents.lines() if line["rank"] == 0)
+        os.kill(rank, signal.SIGKILL)
+        assert first.wait(LIMIT_S) == 0, agents.output()
+        lines = agents.lines()
+    (alone,) = (line for line in lines if "begin" in line and line["world_size"] == 1)
+    done = max(line["step"] for line in lines if "step" in line and line["world_size"] == 2)
+    assert done - 1 <= alone["begin"] <= done
+    assert_each_sample_once(lines, alone["begin"], lambda line: line["world_size"] == 1)
 
 
 def test_a_host_joins(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests what stderr says when a training leaves, and which calls of single ranks the log names."""
+"""Tests that all Checkpointers of a process leave after one pass of the loop, and what stderr says then."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,14 +17,75 @@ from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.preemption import agreement
 from drivetrain.checkpointing.preemption.agreement import named_wait
 from polling import wait_until
+from resumed_training import newest
 
 
-def test_two_blocks_at_once_are_refused(tmp_path: Path) -> None:
-    first, second = (Checkpointer(tmp_path / name, model=nn.Linear(1, 1), every=None) for name in "ab")
-    with first, pytest.raises(RuntimeError, match=r"pass a torch.nn.ModuleDict of them"), second:
-        pytest.fail("the second block has begun")
-    with second:
-        second.step()
+def two(folder: Path, **options: Any) -> list[Checkpointer]:
+    return [Checkpointer(folder / name, model=nn.Linear(1, 1), every=None, **options) for name in "ab"]
+
+
+def saved_in(folder: Path) -> list[int]:
+    found = [newest(folder / name) for name in "ab"]
+    return [-1 if one is None else one.step for one in found]
+
+
+@pytest.mark.parametrize("place", ["before the first", "between", "after the second"])
+def test_two_checkpointers_stop_at_one_step(place: str, tmp_path: Path) -> None:
+    first, second = two(tmp_path)
+
+    def train() -> None:
+        with first, second:
+            for number in range(10):
+                if number == 4 and place == "before the first":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                first.step()
+                if number == 4 and place == "between":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                second.step()
+                if number == 4 and place == "after the second":
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        train()
+    assert first.steps == second.steps == (6 if place == "after the second" else 5)
+    assert saved_in(tmp_path) == [first.steps] * 2
+
+
+def test_one_that_steps_more_rarely_is_not_awaited_for_long(tmp_path: Path) -> None:
+    first, second = two(tmp_path)
+
+    def train() -> None:
+        with first, second:
+            for number in range(100):
+                if number == 21:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                first.step()
+                if number % 10 == 9:
+                    second.step()
+
+    with pytest.raises(SystemExit):
+        train()
+    assert (first.steps, second.steps) == (23, 2)
+    assert saved_in(tmp_path) == [23, 2]
+
+
+def _leave_on_ranks(folder: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    first, second = two(Path(folder), exit_code=None)
+    with first, second:
+        for number in range(50):
+            first.step()
+            if number == 4 and dist.get_rank() == 0:
+                first._notices.reason = second._notices.reason = "a notice"
+            second.step()
+    return first.steps, second.steps
+
+
+def test_two_checkpointers_stop_at_one_step_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    (steps, *others) = {step for pair in on_ranks(_leave_on_ranks, str(tmp_path)) for step in pair}
+    assert others == []
+    assert 5 <= steps <= 8
+    assert saved_in(tmp_path) == [steps] * 2
 
 
 def test_stderr_says_why_and_how_to_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Tests checkpoints of sharded states: FSDP2 and DistributedDataParallel(shard=...)."""
+"""Tests checkpoints of sharded states: FSDP2, DistributedDataParallel(shard=...) and ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import drivetrain
 from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing.frameworks.dcp import export_dcp, import_dcp
 from drivetrain.checkpointing.state.training_state import state_dicts
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from ranks import RankPool
@@ -175,7 +176,7 @@ def test_each_rank_writes_its_part_and_says_where_it_belongs(pools: dict[int, Ra
     assert torch.equal(torch.cat(parts), saved["0.weight"])
 
 
-def load_with_torch(folder: Path, saved: Saved, kind: str) -> None:
+def load_with_torch(folder: Path, saved: Saved, kind: str = "torch") -> None:
     model, optimizer = make(kind, 2)
     model_state, optim_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optim_state}
@@ -184,13 +185,18 @@ def load_with_torch(folder: Path, saved: Saved, kind: str) -> None:
     assert_same_bits(everything(model, optimizer), saved)
 
 
-def test_a_sharded_checkpoint_is_read_whole_and_continues_unsharded(pools: dict[int, RankPool], tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_exported_and_continues_unsharded(pools: dict[int, RankPool], tmp_path: Path) -> None:
     saved = pools[2].run(save, "torch", tmp_path)[0]
     (checkpoint,) = complete_checkpoints(tmp_path / "run")
+    export_dcp(checkpoint, tmp_path / "dcp")
+    pools[4].run(load_with_torch, tmp_path / "dcp", saved)
     found = state_dicts(checkpoint)
     assert found is not None
     assert_same_bits(list(found["model"].items()), saved[:4])
 
+    model, optimizer = make("torch", 1)
+    import_dcp(tmp_path / "dcp", model, optimizer)
+    assert_same_bits(everything(model, optimizer), saved)
     model, optimizer = make("torch", 2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -242,14 +248,75 @@ def test_torchs_checkpoint_and_whole_states_go_to_other_numbers_of_ranks(
     pools[4].run(load_whole, kind, [*named.items(), *states], plain)
 
 
-def wrap_in_zero() -> None:
+def zero_class() -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
 
+    return ZeroRedundancyOptimizer
+
+
+def make_zero(kind: str, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.parallel.DistributedDataParallel(net("", seed))
+    classes = {"torch": torch.optim.AdamW, "ours 8-bit": drivetrain.optim.AdamW}
+    options: dict[str, Any] = {"state_bits": 8, "min_8bit_size": 64} if "8-bit" in kind else {}
+    return model, zero_class()(model.parameters(), classes[kind], lr=1e-2, **options)
+
+
+def zero_everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    found = dict(model.state_dict())
+    for param, values in optimizer.optim.state.items():
+        number = optimizer._param_to_index[param]
+        found |= {f"{number}/{name}": value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+    return found
+
+
+def save_zero(kind: str, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = make_zero(kind, 0)
+    with Checkpointer(folder / "run", model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
+        train(model, optimizer, range(3))
+        ckpt.step()
+    saved = {name: value.detach().clone() for name, value in zero_everything(model, optimizer).items()}
+    torch.save(train(model, optimizer, range(3, 7)), folder / f"expected-{dist.get_rank()}.pt")
+    return saved
+
+
+def resume_zero(kind: str, folder: Path, is_same_world: bool) -> dict[str, Tensor]:
+    model, optimizer = make_zero(kind, 1)
+    with Checkpointer(folder / "run", model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
+        restored = {name: value.detach().clone() for name, value in zero_everything(model, optimizer).items()}
+        if is_same_world:
+            assert train(model, optimizer, range(3, 7)) == torch.load(folder / f"expected-{dist.get_rank()}.pt")
+        else:
+            ckpt.step()
+            torch.testing.assert_close(
+                train(model, optimizer, range(3, 7)), torch.load(folder / "expected-0.pt"), rtol=1e-3, atol=1e-5
+            )
+    return restored
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours 8-bit"])
+def test_zero_redundancy_states_are_saved_by_their_ranks(kind: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    parts = pools[2].run(save_zero, kind, tmp_path)
+    saved = parts[0] | parts[1]
+    assert all(any(name not in part for name in saved) for part in parts)
+    for size, is_same_world in ((2, True), (4, False)):
+        (tmp_path / str(size)).mkdir()
+        if size == 4:  # the run on two ranks has saved its end
+            pools[2].run(save_zero, kind, tmp_path / "4")
+        folder = tmp_path if size == 2 else tmp_path / "4"
+        found: dict[str, Tensor] = {}
+        for one in pools[size].run(resume_zero, kind, folder, is_same_world):
+            found |= one
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def overlap() -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    optimizer = zero_class()(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
     if dist.get_rank() != 0:
         return  # A refusal needs no other rank: with a group half made, the ranks that connect would fail instead.
-    with pytest.raises(NotImplementedError, match=r"DistributedDataParallel\(shard='optimizer'\)"):
+    with pytest.raises(NotImplementedError, match=r"overlap_with_ddp=True.*expected overlap_with_ddp=False"):
         Checkpointer("unused", model=model, optimizer=optimizer, signals=())
 
 
@@ -265,5 +332,5 @@ def accumulate_unreduced(folder: Path) -> None:
 
 
 def test_what_cannot_be_saved_says_what_to_do(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    pools[2].run(wrap_in_zero)
+    pools[2].run(overlap)
     pools[2].run(accumulate_unreduced, tmp_path)

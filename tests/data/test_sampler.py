@@ -140,6 +140,23 @@ def test_a_loader_that_draws_ahead_resumes_by_what_was_consumed(workers: int) ->
     assert consumed + [batch.tolist() for batch in rest] == expected
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_stateful_loader_keeps_the_position(workers: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def loader() -> Any:
+        return StatefulDataLoader(Squares(64), batch_size=4, sampler=ResumableSampler(64, seed=2), num_workers=workers)
+
+    expected = [batch.tolist() for batch in loader()]
+    begun, rest = loader(), loader()
+    iteration = iter(begun)
+    consumed = [next(iteration).tolist() for _ in range(5)]
+    rest.load_state_dict(begun.state_dict())
+    del iteration
+    assert consumed + [batch.tolist() for batch in rest] == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -623,6 +623,6 @@ def test_frames_are_read_without_a_collection(monkeypatch: pytest.MonkeyPatch) -
     for module, name in ((sys, "_current_frames"), (frames, "stack_of")):
         read = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, read=read: (collects.append(gc.isenabled()), read(*args))[1])
-    assert frames.stack_of_thread(threading.get_ident())
+    assert frames.place_of(threading.current_thread())
     assert collects == [False, False]
     assert gc.isenabled()

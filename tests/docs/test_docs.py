@@ -29,7 +29,7 @@ LANGUAGES = {"python", "bash", "diff", "text", "mermaid"}
 # These commands are not drivetrain's, so their arguments are not checked.
 OTHERS = {"cd", "docker", "eval", "git", "pkill", "pre-commit"}
 # These commands of drivetrain take a moment, and need at most a checkpoint in runs/gpt.
-QUICK = re.compile(r"env|doctor|ckpt \w+ runs/gpt.*")
+QUICK = re.compile(r"env|doctor|ckpt (?!.*--key-file|.*--format)\w+ runs/gpt.*")
 
 
 def lines_of(block: Block) -> list[list[str]]:

@@ -6,10 +6,10 @@ from pathlib import Path
 TESTS = {
     "a process that is killed at any moment": "test_resume: test_a_killed_run_continues_with_the_same_bits",
     "averaged weights, two optimizers, replay buffers, several loaders, samplers of one's own": (
-        "test_loops: test_a_loop_that_was_left_continues_with_the_same_bits"
+        "test_crashes: test_loops_of_strangers_continue_with_the_same_bits"
     ),
     "parameters that are written between `ckpt.step()` and the next step": (
-        "test_checkpointer: test_a_checkpoint_has_the_values_of_its_step"
+        "test_crashes: test_a_checkpoint_has_the_values_of_its_step"
     ),
     "Lightning's averages, and callbacks with a state or with `on_save_checkpoint`": (
         "frameworks/test_lightning_callbacks: test_a_killed_training_with_callbacks_continues_with_the_same_bits"
@@ -40,9 +40,14 @@ TESTS = {
     "a plain loader with another dataset length at the end of an epoch": (
         "test_changed_data: test_a_grown_dataset_begins_with_the_next_epoch"
     ),
-    "a damaged newest checkpoint, and an older one that is intact": "test_damage: test_an_older_one_is_intact",
+    "an empty directory of the same name, as on a new host, with a `Remote`": (
+        "test_tiers: test_checkpoints_are_uploaded_and_continued_elsewhere"
+    ),
+    "a damaged newest checkpoint, and an older or remote one that is intact": (
+        "test_damage: test_a_remote_copy_is_intact"
+    ),
     "other environment, such as the version of torch": (
-        "test_checkpointer: test_another_environment_warns_and_names_the_differences"
+        "test_checkpointer: test_another_configuration_warns_and_names_the_differences"
     ),
     "no intact checkpoint": "test_damage: test_the_only_checkpoint_is_damaged",
     "a plain loader with another batch size or dataset length, inside of an epoch": (
@@ -73,11 +78,14 @@ TESTS = {
         "test_access: test_a_colleague_who_may_not_write_is_refused_before_the_training"
     ),
     "other values in `config`": "test_identity: test_other_settings_raise_and_say_how_to_go_on",
-    "two blocks at once in one process": "test_leaving: test_two_blocks_at_once_are_refused",
+    "a directory whose checkpoints were all deleted": "test_identity: test_deleted_checkpoints_do_not_begin_anew",
+    "two runs with one remote URL": "test_identity: test_two_runs_that_begin_together_do_not_share_a_url",
     "another model with equal names and shapes, without `config`": (
         "test_identity: test_what_the_documentation_says_is_not_seen"
     ),
-    "a copied directory that is continued twice": ("test_identity: test_what_the_documentation_says_is_not_seen"),
+    "a copied directory that is continued twice without remotes": (
+        "test_identity: test_what_the_documentation_says_is_not_seen"
+    ),
     "a sampler that draws from the default generators with each batch, with workers": (
         "test_changed_data: test_what_the_documentation_says_is_not_seen"
     ),

@@ -5,6 +5,7 @@ rank0_saves.py LOOP FOLDER STEPS [DEATH]    writes a line per step to FOLDER/los
 DEATH is the step after which rank 0 kills itself.
 """
 
+import io
 import os
 import signal
 import sys
@@ -58,8 +59,11 @@ class Notes:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def nanogpt(folder: Path, steps: int, death: int) -> None:
-    """Trains as nanoGPT: groups with and without decay, a clipped norm, and a file of rank 0 every few steps."""
+def nanogpt(folder: Path, steps: int, death: int, in_memory: bool = False) -> None:
+    """Trains as nanoGPT: groups with and without decay, a clipped norm, and a file of rank 0 every few steps.
+
+    minGPT's trainer differs in that it writes the file by way of memory.
+    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1337)
@@ -80,7 +84,10 @@ def nanogpt(folder: Path, steps: int, death: int) -> None:
     for step in range(first, steps):
         if step % SAVE_EVERY == 0 and step > first and rank == 0:
             checkpoint = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": step}
-            torch.save(checkpoint, folder / "ckpt.tmp")
+            target = io.BytesIO() if in_memory else folder / "ckpt.tmp"
+            torch.save(checkpoint, target)
+            if in_memory:
+                (folder / "ckpt.tmp").write_bytes(target.getvalue())
             (folder / "ckpt.tmp").replace(path)
         loss = model(**batch_of(step, rank))["loss"]
         loss.backward()
@@ -90,6 +97,10 @@ def nanogpt(folder: Path, steps: int, death: int) -> None:
         notes.step(step, loss.item())
         notes.die(step)
     dist.destroy_process_group()
+
+
+def mingpt(folder: Path, steps: int, death: int) -> None:
+    nanogpt(folder, steps, death, in_memory=True)
 
 
 def accelerate(folder: Path, steps: int, death: int) -> None:

@@ -1,7 +1,7 @@
-"""Tests every optimizer class under Accelerate and the Hugging Face Trainer, in one process.
+"""Tests every optimizer class under Accelerate, Lightning Fabric and the Hugging Face Trainer, in one process.
 
 The other side is torch's class of the same name under the same framework, or our class in a plain loop where torch has
-none. test_lightning_cli.py has Lightning, and test_frameworks.py several ranks.
+none. test_frameworks.py has Lightning's Trainer and several ranks.
 """
 
 import importlib.util
@@ -96,6 +96,21 @@ def train_with_accelerate(cls: type[torch.optim.Optimizer], model: nn.Module, is
         take_step(optimizer, backward, lambda: accelerator.clip_grad_norm_(prepared.parameters(), MAX_NORM))
 
 
+def train_with_fabric(cls: type[torch.optim.Optimizer], model: nn.Module, is_mixed: bool) -> None:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if is_mixed else "32-true")
+    prepared, optimizer = fabric.setup(model, cls(model.parameters(), lr=0.01))
+    for tokens in batches():
+
+        def backward(tokens: Tensor = tokens) -> Tensor:
+            loss = prepared(tokens)["loss"]
+            fabric.backward(loss)
+            return loss
+
+        take_step(optimizer, backward, lambda: fabric.clip_gradients(prepared, optimizer, max_norm=MAX_NORM))
+
+
 @pytest.fixture
 def train_with_huggingface(tmp_path: Path) -> Train:
     def train(cls: type[torch.optim.Optimizer], model: nn.Module, is_mixed: bool) -> None:
@@ -164,6 +179,13 @@ precisions = pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "bf
 @pytest.mark.parametrize("name", [*OWN_CLASSES, *TORCHS_OWN])
 def test_accelerate(name: str, is_mixed: bool) -> None:
     check(name, train_with_accelerate, is_mixed)
+
+
+@needs("lightning")
+@precisions
+@pytest.mark.parametrize("name", [*OWN_CLASSES, *TORCHS_OWN])
+def test_fabric(name: str, is_mixed: bool) -> None:
+    check(name, train_with_fabric, is_mixed)
 
 
 # The Trainer passes LBFGS no closure, and asks torch for the norm of SparseAdam's gradients, which it does not compute.

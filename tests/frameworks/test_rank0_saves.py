@@ -13,8 +13,8 @@ from warm_python import warm_environ, warm_python
 SCRIPT = Path(__file__).parent / "rank0_saves.py"
 TIMEOUT_S = 150
 STEPS, DEATH = 10, 7  # saved every third step
-PACKAGES = {"nanogpt": [], "accelerate": ["accelerate"], "huggingface": ["transformers.trainer"]}
-CASES = [("nanogpt", "optimizer"), ("accelerate", "gradients"), ("huggingface", "optimizer")]
+PACKAGES = {"nanogpt": [], "mingpt": [], "accelerate": ["accelerate"], "huggingface": ["transformers.trainer"]}
+CASES = [("nanogpt", "optimizer"), ("mingpt", "gradients"), ("accelerate", "gradients"), ("huggingface", "optimizer")]
 ALL = [(loop, shard) for loop in PACKAGES for shard in ("optimizer", "gradients")]
 
 

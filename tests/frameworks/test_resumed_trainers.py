@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from drivetrain.checkpointing import Remote
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from frameworks import resumed_trainers as trainers
 
@@ -110,6 +111,8 @@ def test_the_callbacks_refuse_what_the_trainer_has(tmp_path: Path) -> None:
         module = importlib.import_module(f"drivetrain.checkpointing.frameworks.{name}")
         with pytest.raises(TypeError, match="model is an argument of CheckpointCallback, which takes it"):
             module.CheckpointCallback(tmp_path, model=nn.Linear(1, 1))
+        with pytest.raises(ValueError, match="tiers are given, expected none"):
+            module.CheckpointCallback(tmp_path, tiers=[Remote("memory://run")])
     with pytest.raises(ValueError, match="exit_code is None"):
         module.CheckpointCallback(tmp_path, exit_code=None)
 

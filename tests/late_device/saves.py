@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from drivetrain.checkpointing import Store
+from drivetrain.checkpointing.preemption.interval import Interval
 from drivetrain.checkpointing.saver import Saver
 from drivetrain.checkpointing.store.device_copies import DeviceCopies
 
@@ -51,7 +52,7 @@ def check(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder, Store(folder, timeout=LIMIT_S) as store:
         late_device.set_stream(0)
         state = State()
-        saver = Saver(store, state, LIMIT_S, LIMIT_S, logs_errors=False)  # type: ignore[arg-type]
+        saver = Saver(store, state, LIMIT_S, Interval(None, None), LIMIT_S, logs_errors=False)  # type: ignore[arg-type]
         for step in range(2):  # the second save uses the memory of the first again
             gate.clear()
             late_device.set_stream(step % 2)

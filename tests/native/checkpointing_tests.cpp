@@ -1,4 +1,4 @@
-// Tests the checkpoint writer and reader without torch: checksums, snapshots on several threads.
+// Tests the checkpoint writer and reader without torch: checksums, strided copies, snapshots on several threads.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -20,6 +20,7 @@
 #include "checkpointing/reader.h"
 #include "checkpointing/slab.h"
 #include "checkpointing/snapshot.h"
+#include "checkpointing/strided_bytes.h"
 #include "native_tests.h"
 
 namespace {
@@ -78,16 +79,56 @@ void test_checksums() {
   force_isa("");
 }
 
-Source source_of(std::shared_ptr<std::vector<unsigned char>> bytes) {
-  const auto size = static_cast<int64_t>(bytes->size());
-  return {bytes->data(), size, std::move(bytes)};
+void test_strides() {
+  // A 3 x 4 x 5 array of 4-byte elements, with its dimensions in every order and every second element of the last.
+  const std::vector<unsigned char> bytes = drawn_bytes(3 * 4 * 5 * 4, 1);
+  const std::vector<std::vector<int64_t>> orders = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
+  const int64_t sizes[] = {3, 4, 3}, strides[] = {80, 20, 8};
+  for (const std::vector<int64_t>& order : orders) {
+    std::vector<int64_t> size, stride;
+    for (const int64_t dim : order) {
+      size.push_back(sizes[dim]);
+      stride.push_back(strides[dim]);
+    }
+    std::vector<unsigned char> expected;
+    for (int64_t i = 0; i < size[0]; ++i) {
+      for (int64_t j = 0; j < size[1]; ++j) {
+        for (int64_t k = 0; k < size[2]; ++k) {
+          const unsigned char* item = bytes.data() + i * stride[0] + j * stride[1] + k * stride[2];
+          expected.insert(expected.end(), item, item + 4);
+        }
+      }
+    }
+    const StridedBytes array(bytes.data(), 4, size, stride);
+    expect(array.size() == static_cast<int64_t>(expected.size()), "bytes of a strided array");
+    for (int64_t begin = 0; begin <= array.size(); begin += 4) {
+      for (int64_t end = begin; end <= array.size(); end += 4) {
+        std::vector<unsigned char> found(end - begin);
+        array.copy(found.data(), begin, end);
+        expect(std::equal(found.begin(), found.end(), expected.begin() + begin), "a part of a strided array");
+      }
+    }
+  }
+  const StridedBytes scalar(bytes.data(), 4, {}, {});
+  expect(scalar.size() == 4 && scalar.is_contiguous(), "a strided array of no dimension");
+  const StridedBytes merged(bytes.data(), 4, {3, 4, 1, 5}, {80, 20, 7, 4});
+  expect(merged.is_contiguous(), "dimensions that continue each other are merged");
+  const StridedBytes repeated(bytes.data(), 4, {6}, {0});
+  std::vector<unsigned char> found(24);
+  repeated.copy(found.data(), 0, 24);
+  for (int i = 0; i < 6; ++i) expect(std::memcmp(found.data() + 4 * i, bytes.data(), 4) == 0, "a stride of 0");
 }
 
-void test_round_trip(const std::string& folder) {
+Source source_of(std::shared_ptr<std::vector<unsigned char>> bytes) {
+  const auto size = static_cast<int64_t>(bytes->size());
+  return {StridedBytes(bytes->data(), 1, {size}, {1}), std::move(bytes)};
+}
+
+void test_round_trip(const std::string& folder, bool direct) {
   const auto slab = std::make_shared<SnapshotSlab>();
   const std::string header(kBlockBytes, ' ');
   for (int round = 0; round < 3; ++round) {
-    const std::string path = folder + "/file-" + std::to_string(round);
+    const std::string path = folder + "/file-" + std::to_string(direct) + std::to_string(round);
     std::vector<std::shared_ptr<std::vector<unsigned char>>> tensors;
     std::vector<Source> sources;
     for (const int64_t size : {9 << 20, 0, 5, (4 << 20) + 1, 1, 12345}) {
@@ -97,8 +138,9 @@ void test_round_trip(const std::string& folder) {
     std::vector<uint32_t> checksums;
     {
       Snapshot snapshot(*slab, header, std::move(sources));
-      snapshot.write(path);
+      snapshot.write(path, direct);
       expect(snapshot.wait_copied(kLimitS), "a snapshot is copied");
+      expect(snapshot.copy_seconds() >= 0, "a snapshot knows how long it was copied");
       for (const auto& tensor : tensors) expect(tensor.use_count() == 1, "a copied tensor is released");
       expect(snapshot.wait_written(kLimitS), "a snapshot is written");
       checksums = snapshot.checksums();
@@ -171,9 +213,10 @@ void test_failures(const std::string& folder) {
 
 void drivetrain::test_checkpointing() {
   test_checksums();
+  test_strides();
   char folder[] = "/tmp/drivetrain-native-XXXXXX";
   expect(::mkdtemp(folder) != nullptr, "mkdtemp");
-  test_round_trip(folder);
+  for (const bool direct : {true, false}) test_round_trip(folder, direct);
   test_failures(folder);
   ::rmdir(folder);
 }

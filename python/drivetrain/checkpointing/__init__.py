@@ -2,17 +2,26 @@
 
 from .checkpointer import Checkpointer
 from .store.coordinator import Coordinator
-from .store.errors import CheckpointError, Fault
+from .store.encryption import Encryption
+from .store.errors import CheckpointError, EncryptionError, Fault
 from .store.reading import Checkpoint
+from .store.remote import Remote
 from .store.save import Save
 from .store.store import Store
+from .store.uploader import TierStatus
+from .survivors import continue_in_place
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Checkpointer",
     "Coordinator",
+    "Encryption",
+    "EncryptionError",
     "Fault",
+    "Remote",
     "Save",
     "Store",
+    "TierStatus",
+    "continue_in_place",
 ]

@@ -7,8 +7,7 @@ import math
 import os
 import signal
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ from torch import nn
 
 from .. import phases
 from ..ddp.accumulate import Window
+from . import survivors
 from .preemption.agreement import Flags, Ranks, named_wait
 from .preemption.cloud import Source
 from .preemption.interval import Interval, seconds_of
@@ -27,14 +27,18 @@ from .saver import Saver
 from .state.data_position import position_of
 from .state.position import Position, Stateful
 from .state.training_state import FORMAT, TrainingState
-from .store.directory import check_access
+from .store.audit import AUDIT
+from .store.encryption import Encryption
 from .store.errors import CheckpointError
 from .store.reading import Checkpoint
+from .store.remote import Remote
 from .store.store import Store
+from .store.uploader import TierStatus
+from .tiers import Tiers
 
 _logger = logging.getLogger("drivetrain")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
-_open: weakref.WeakSet["Checkpointer"] = weakref.WeakSet()  # the one inside of its block
+_members: dict["Checkpointer", bool] = {}  # inside of their blocks; True: has saved its last step and waits for others
 _UNEQUAL = (
     "a rank has left the loop, and another one goes on: every rank must call Checkpointer.step() equally often, as "
     "with drivetrain.data.ResumableSampler or torch's DistributedSampler"
@@ -75,10 +79,14 @@ class Checkpointer:
         generators: Random generators that the training uses besides the default ones of Python, NumPy and torch:
             torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random.
         extra: Other objects with state_dict() and load_state_dict(), by name. Each rank saves its own.
-        config: Settings of the run. A restart with others raises and names the differences. None compares nothing.
-        every: Time or steps between saves: "5min", "30s", "100 steps", 100 or a timedelta. None saves by `save()`, on
-            preemption and at the end only.
+        config: Settings of the run. A restart with others raises and names the differences, unless `run` is given.
+        run: The identity of the run. It continues the run with other settings, or in a new directory of another name.
+            Errors name the identity. None draws one for a new run.
+        every: Time or steps between saves: "5min", "30s", "100 steps", 100, a timedelta, or "auto". None saves by
+            `save()`, on preemption and at the end only. "auto" follows Daly's formula from the measured cost of a save
+            and `mtbf`; see `interval.daly_interval`.
         keep: Number of checkpoints to keep; None keeps all.
+        mtbf: Mean time between failures, for "auto", as a duration like "4h".
         on_error: "raise" raises a CheckpointError in the next `step()` of every rank after a save has failed. "log"
             writes it to the log and goes on.
         signals: Signals that announce a preemption, such as (SIGTERM, SIGUSR1) under SLURM.
@@ -87,13 +95,16 @@ class Checkpointer:
         grace: Time between the announcement and the end. A save that takes longer warns.
         exit_code: Exit code of the process after a preemption, 0 to 255; None continues after the block.
         timeout: Limit in seconds on every wait for a disk or another rank.
-        on_complete: Is called on rank 0 with the path of each complete checkpoint, such as to upload it, in the thread
-            that saves. The next save, `save()` and the end of the block wait for it. The log has its errors.
+        encryption: Encrypts checkpoints with AES-256-GCM; see `Encryption`. None writes plain files.
+        audit: Appends a line of JSON for each save, load and deletion to `audit.jsonl` in the directory, or to the
+            given file. False writes none. A `Store` has settings of its own for both.
+        tiers: `Remote(url)` uploads checkpoints. The block begins with the newest checkpoint of all tiers and of the
+            directory.
 
     Raises:
         TypeError: An argument has another type than expected, or the position of `data` cannot be saved.
         ValueError: An argument is out of its range.
-        NotImplementedError: `optimizer` contains a ZeroRedundancyOptimizer.
+        NotImplementedError: A ZeroRedundancyOptimizer steps in the backward pass.
         RuntimeError: A launcher has started several ranks, and no process group is initialized.
 
     Attributes:
@@ -113,8 +124,10 @@ class Checkpointer:
         generators: Sequence[Any] = (),
         extra: Mapping[str, Stateful] | None = None,
         config: Mapping[str, Any] | None = None,
+        run: str | None = None,
         every: str | int | datetime.timedelta | None = "5min",
         keep: int | None = 3,
+        mtbf: str | float | datetime.timedelta = "4h",
         on_error: str = "raise",
         signals: Iterable[int] = (signal.SIGTERM,),
         preemption_file: str | os.PathLike[str] | None = None,
@@ -122,7 +135,9 @@ class Checkpointer:
         grace: str | float | datetime.timedelta = "30s",
         exit_code: int | None = EXIT_CODE,
         timeout: float = 1800.0,
-        on_complete: Callable[[Path], object] | None = None,
+        encryption: Encryption | None = None,
+        audit: bool | str | os.PathLike[str] = True,
+        tiers: Sequence[Remote] = (),
     ) -> None:
         if on_error not in ("raise", "log"):
             raise ValueError(f"on_error is {on_error!r}, expected 'raise' or 'log'")
@@ -131,9 +146,10 @@ class Checkpointer:
         if not (math.isfinite(timeout) and timeout > 0):
             raise ValueError(f"timeout is {timeout}, expected a finite number of seconds above 0")
         self.restored: Checkpoint | None = None
-        self._grace, self._exit_code, self._timeout = seconds_of(grace, "grace"), exit_code, timeout
+        self._grace, self._exit_code, self._timeout, self._run = seconds_of(grace, "grace"), exit_code, timeout, run
         self._notices = Notices(signals, preemption_file, cloud)
         self._ranks = Ranks(timeout)
+        self._tiers = Tiers(tiers, self._ranks)
         self._position = position_of(data)
         self._state = TrainingState(
             model=model,
@@ -148,15 +164,18 @@ class Checkpointer:
         )
         self._description = describe_run(config, self._ranks.world_size)
         self._given_store = directory if isinstance(directory, Store) else None
+        self._home = os.fspath(directory.directory if isinstance(directory, Store) else directory)
         self._new_store = functools.partial(
             Store,
-            directory.directory if isinstance(directory, Store) else directory,
+            self._home,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             keep=keep,
             timeout=timeout,
+            encryption=encryption,
+            audit=Path(self._home) / AUDIT if audit is True else audit or None,
         )
-        self._every, self._on_complete = Interval.of(every), on_complete
+        self._every = Interval.of(every, mtbf)
         self._logs_errors = on_error == "log"
         self._saver: Saver | None = None  # inside of the block
         self._steps = 0
@@ -203,24 +222,19 @@ class Checkpointer:
     # ---- The block.
 
     def __enter__(self) -> "Checkpointer":
-        if _open:
-            raise RuntimeError(
-                "a Checkpointer of this process is in a with block already, and two would save different steps on a "
-                "preemption. For several models, pass a torch.nn.ModuleDict of them, and lists of the other objects"
-            )
+        if self._saver is not None:
+            raise RuntimeError("this Checkpointer is in a with block already")
         try:
-            self._has_left = False
             store = self._given_store or self._new_store()
-            self._saver = Saver(store, self._state, self._timeout, self._grace, self._logs_errors)
+            self._saver = Saver(store, self._state, self._timeout, self._every, self._grace, self._logs_errors)
             self._notices.open()
-            check_access(store.directory)
-            store.on_complete = self._on_complete or store.on_complete
+            self._tiers.open(store, self._home, self._run)
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
             self._state.open(lambda: self._notices.reason is not None)
             self._restore(self._saver)
             self._entered_at = time.monotonic()
             leaving = self._ranks.exchange(self._flags()).leave
-            _open.add(self)
+            _members[self] = False
             if leaving and self._exit_code is not None:
                 self._leave()
             self._ranks.start(self._flags())
@@ -232,12 +246,15 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        is_preempted = isinstance(error, Preempted) or (kind is None and self._has_left)  # the script may catch it
+        # Without an exit code, another Checkpointer inside of this block keeps the exception from it.
+        is_preempted = isinstance(error, Preempted) or (kind is None and self._has_left)
         saver = self._open_saver()
         try:
             if kind is None and not is_preempted:
                 self._finish()
             elif not is_preempted:
+                if survivors.are_expected():
+                    saver.store.abandon()  # a save in progress would wait for a rank that may have died
                 saver.wait()
         finally:
             self._close(is_orderly=kind is None or is_preempted)
@@ -261,6 +278,7 @@ class Checkpointer:
         saver = self._open_saver()
         agreed = self._ranks.result() if self._ranks.world_size > 1 else None
         self._position.stepped()
+        self._has_left = False
         self._steps += 1
         saver.poll()
         agreed = agreed or self._flags()
@@ -272,14 +290,17 @@ class Checkpointer:
             raise error or CheckpointError(
                 f"the save of step {saver.begun_step} failed on another rank, whose error says why"
             )
-        if agreed.leave:
-            self._has_left = True
-            self._complete()
-            self._leave()
+        if agreed.leave or any(_members.values()):
+            if self._may_leave():
+                self._leave()
         elif not agreed.busy and (agreed.due or (self._every.steps is not None and self._is_due(saver))):
             saver.wait()  # no rank was busy; this returns at once
             saver.begin(self._steps, self._header())
         self._ranks.start(self._flags())
+
+    def status(self) -> list[TierStatus]:
+        """Returns what each tier has, uploads now, and failed to upload. Rank 0 knows the remote tiers."""
+        return self._tiers.status()
 
     def save(self) -> Checkpoint:
         """Saves the state of this moment under the number of the last step, and waits until it is durable.
@@ -327,8 +348,26 @@ class Checkpointer:
             **{f"run_{name}": value for name, value in self._description.items()},
         }
 
-    def _complete(self) -> None:
-        """Saves the last step, unless it is saved."""
+    def _may_leave(self) -> bool:
+        """Saves the last steps of all Checkpointers. Returns False if another one has yet to make this pass's step.
+
+        A Checkpointer waits once: others may step more rarely.
+        """
+        self._save_last()
+        has_waited, _members[self] = _members[self], True
+        if not has_waited and any(one.steps < self.steps and not is_leaving for one, is_leaving in _members.items()):
+            return False
+        for other in [one for one in _members if one is not self]:
+            other._save_last()
+        return True
+
+    def _save_last(self) -> None:
+        """Saves the last step before a preemption."""
+        self._has_left = True
+        self._complete(self._grace, raises=False)
+
+    def _complete(self, limit: float, raises: bool) -> None:
+        """Saves the last step, unless it is saved, and waits up to `limit` for the tiers."""
         saver = self._open_saver()
         saver.wait()
         if not self._ranks.all_true(saver.saved_step == saver.begun_step == self._steps):
@@ -337,6 +376,11 @@ class Checkpointer:
         if saver.has_failed:
             assert saver.error is not None
             raise saver.error
+        if (failure := self._tiers.finish(limit)) is not None:
+            failure = f"not every tier has the last step: {failure}"
+            if raises and not self._logs_errors:
+                raise CheckpointError(failure)
+            _logger.error("%s", failure)
 
     def _leave(self) -> NoReturn:
         if self._exit_code is not None and self._ranks.rank == 0:
@@ -347,15 +391,15 @@ class Checkpointer:
         """Saves the end of the training."""
         if self._ranks.world_size > 1 and (self._ranks.result().ended or self._ranks.exchange(Flags(ended=1)).running):
             raise RuntimeError(_UNEQUAL)
-        self._complete()
+        self._complete(self._timeout, raises=True)
 
     def _restore(self, saver: Saver) -> None:
-        loaded = load_newest(saver.store, self._ranks, self._state)
+        loaded = load_newest(self._tiers, self._ranks, self._state)
         if loaded is None:
             return
         checkpoint, state, tensors = loaded
         is_same_world = checkpoint.world_size == self._ranks.world_size
-        differing = differing_config(checkpoint, state, self._description)
+        differing = differing_config(checkpoint, state, self._description, self._run)
         try:
             self._state.restore(state, tensors, is_same_world)
         except ValueError as error:
@@ -380,7 +424,8 @@ class Checkpointer:
 
     def _close(self, is_orderly: bool) -> None:
         saver, self._saver = self._saver, None
-        _open.discard(self)
+        _members.pop(self, None)
+        self._tiers.close()
         self._elapsed, self._entered_at = self.elapsed, None
         self._state.close()
         self._notices.close()

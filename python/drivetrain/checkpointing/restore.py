@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint that all ranks can read, and reads it."""
+"""Finds the newest checkpoint that all ranks can read, and reads it with a progress bar."""
 
 import enum
 import logging
@@ -11,38 +11,42 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
 from .preemption.agreement import Ranks
 from .state.encoding import Encoder
 from .state.shards import JSON, read_shards
 from .state.training_state import TrainingState, names_of
-from .store.errors import CheckpointError
+from .store.errors import CheckpointError, EncryptionError
 from .store.layout import step_of
 from .store.reading import Checkpoint
-from .store.store import Store
+from .tiers import Tiers
 
 _logger = logging.getLogger("drivetrain")
-_TOLD_FROM_BYTES = 1 << 30  # smaller checkpoints load in about a second
+_BYTES_AT_ONCE = 256 << 20
+_SHOWN_FROM_BYTES = 1 << 30  # smaller checkpoints load before a bar could help
 
 
 def load_newest(
-    store: Store, ranks: Ranks, training: TrainingState
+    tiers: Tiers, ranks: Ranks, training: TrainingState
 ) -> tuple[Checkpoint, JSON, dict[str, Tensor]] | None:
-    """Loads the newest checkpoint whose checksums hold on every rank, and warns of damaged newer ones.
+    """Loads the newest checkpoint of all tiers whose checksums hold on every rank, and warns of damaged newer ones.
 
     Returns:
-        The checkpoint, this rank's state and the tensors that it refers to; None if the directory has no
+        The checkpoint, this rank's state and the tensors that it refers to; None if the directory has never had a
         checkpoint. If the number of ranks has changed, rank r gets the state of rank r modulo the saved number.
 
     Raises:
         CheckpointError: Checkpoints exist and none can be read, or ranks see different directories.
+        EncryptionError: The key of the newest checkpoint is missing.
     """
-    local = store.directory
-    complete, damaged = store.survey()
+    local = tiers.store.directory
+    complete, damaged = tiers.store.survey()
     found = {checkpoint.serial: checkpoint for checkpoint in complete}
     errors: list[CheckpointError] = [*damaged]  # those of checkpoints that were passed over come first
-    passed = 0
+    passed, fetched = 0, set()
     bound = max(found, default=0) + 1
     while True:
         mine = max((serial for serial in found if serial < bound), default=0)
@@ -50,6 +54,7 @@ def load_newest(
         if highest == 0:
             if ranks.any_true(bool(errors)):
                 raise _nothing_intact(local, errors)
+            tiers.check_new()
             return None
         if lowest == 0:
             if passed:
@@ -70,14 +75,24 @@ def load_newest(
         if ranks.all_true(loaded is not None):
             assert loaded is not None
             newer = [one for one in damaged if (step_of(one.folder.name) or 0) > checkpoint.step]
-            if ranks.rank == 0 and (reasons := [*map(str, [*errors[:passed], *newer])]):
+            if ranks.rank == 0 and (reasons := [*map(str, [*errors[:passed], *newer]), *tiers.damaged]):
                 warnings.warn(
                     f"the training continues with step {checkpoint.step}, because newer checkpoints are damaged: "
                     f"{'; '.join(reasons)}",
                     stacklevel=4,
                 )
+            tiers.continue_with(checkpoint)
             return checkpoint, *loaded
+        is_locked = isinstance(failure, EncryptionError)
         failure = failure or CheckpointError(f"{checkpoint.path} cannot be read by another rank, whose log says why")
+        if ranks.any_true(is_locked):
+            raise failure  # a missing key must not bring back an older state silently
+        older = max((serial for serial in found if serial < mine), default=0)
+        if mine not in fetched and tiers.fetch(older, mine):
+            fetched.add(mine)
+            _logger.warning("%s is damaged, and a remote copy takes its place: %s", checkpoint.path, failure)
+            found |= {checkpoint.serial: checkpoint for checkpoint in tiers.store.survey().complete}
+            continue
         _logger.warning("a checkpoint is passed over: %s", failure)
         errors.insert(passed, failure)
         passed += 1
@@ -87,7 +102,7 @@ def load_newest(
 def describe_run(config: Mapping[str, Any] | None, world_size: int) -> dict[str, JSON]:
     """Returns the user's configuration and the environment as JSON."""
     encoder = Encoder(lambda _: False, "")
-    encoded = None if config is None else encoder.encode(_plain(dict(config)), "config")
+    encoded = encoder.encode(_plain(dict(config or {})), "config")
     if encoder.tensors:
         raise TypeError(f"{next(iter(encoder.tensors))} is a tensor, expected numbers, text and containers of them")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
@@ -119,27 +134,30 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def differing_config(checkpoint: Checkpoint, state: Mapping[str, JSON], description: Mapping[str, JSON]) -> list[str]:
-    """Returns what differs between the environment of a checkpoint and the present one.
-
-    Raises:
-        ValueError: The settings differ.
-    """
-    if settings := _differences("config", state["run_config"], description["config"]):
+def differing_config(
+    checkpoint: Checkpoint, state: Mapping[str, JSON], description: Mapping[str, JSON], run: str | None
+) -> list[str]:
+    """Returns what differs between the settings and the environment of a checkpoint and the present ones."""
+    saved = {name: state[f"run_{name}"] for name in description}
+    found = [text for text in _differences(saved, description) if "world_size" not in text]
+    if run is None and (settings := [text for text in found if text.startswith("config.")]):
+        cure = f"run={checkpoint.run!r}" if checkpoint.run else "a name as `run`"
         raise ValueError(
             f"config differs from the one in {checkpoint.path}: {'; '.join(settings)}. To start another run, choose "
-            "another directory. To continue this one with other settings, start it once without config"
+            f"another directory. To continue this one with other settings, pass {cure} to Checkpointer"
         )
-    found = _differences("environment", state["run_environment"], description["environment"])
-    return [text for text in found if "world_size" not in text]
+    return found
 
 
-def _differences(part: str, saved: JSON, now: JSON) -> list[str]:
-    """Returns a text per entry that differs, such as "config.lr: 0.1, was 0.2"; none if a side has no entries."""
-    if saved is None or now is None:
-        return []
-    pairs = {name: (now.get(name, "absent"), saved.get(name, "absent")) for name in sorted(saved.keys() | now.keys())}
-    return [f"{part}.{name}: {after}, was {before}" for name, (after, before) in pairs.items() if after != before]
+def _differences(saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
+    """Returns a text per difference between two results of `describe_run`, such as "config.lr: 0.1, was 0.2"."""
+    found = []
+    for part in ("config", "environment"):
+        for name in sorted(saved[part].keys() | now[part].keys()):
+            before, after = saved[part].get(name, "absent"), now[part].get(name, "absent")
+            if before != after:
+                found.append(f"{part}.{name}: {after}, was {before}")
+    return found
 
 
 def of_another_run(error: Exception, checkpoint: Checkpoint) -> ValueError:
@@ -182,18 +200,33 @@ def _nothing_intact(directory: Path, errors: Sequence[CheckpointError]) -> Check
 
 
 def _load(checkpoint: Checkpoint, rank: int, training: TrainingState) -> tuple[JSON, dict[str, Tensor]]:
-    state = checkpoint.state(rank % checkpoint.world_size)
-    training.match_parameters(state)
-    needed = names_of(state)
+    state = training.wanted(checkpoint, checkpoint.state(rank % checkpoint.world_size))
+    needed = set(names_of(state))
     shapes, dtypes = checkpoint.shapes(), checkpoint.dtypes()
-    if lacking := sorted(set(needed) - shapes.keys()):
+    if lacking := sorted(needed - shapes.keys()):
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {lacking[0]!r}, which its state refers to")
-    total, began = sum(shapes[name].numel() * dtypes[name].itemsize for name in needed), time.monotonic()
-    is_told = rank == 0 and total >= _TOLD_FROM_BYTES
+    sizes = {name: shapes[name].numel() * dtypes[name].itemsize for name in shapes if name in needed}
+    tensors: dict[str, Tensor] = {}
+    total, console, began = sum(sizes.values()), Console(stderr=True), time.monotonic()
+    is_told = rank == 0 and total >= _SHOWN_FROM_BYTES
+    columns = "loading {task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    is_hidden = not (is_told and console.is_terminal)
     if is_told:
         _logger.info("loading %.1f GiB from %s", total / 2**30, checkpoint.path)
-    tensors = checkpoint.load(needed)
+    with Progress(
+        *columns, console=console, transient=True, disable=is_hidden, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
+        task, waiting = bar.add_task(checkpoint.path.name, total=total), list(sizes)
+        while waiting:
+            group, nbytes = [], 0
+            while waiting and nbytes < _BYTES_AT_ONCE:
+                group.append(waiting.pop(0))
+                nbytes += sizes[group[-1]]
+            tensors.update(checkpoint.read(group))
+            bar.advance(task, nbytes)
     if is_told:
         _logger.info("loaded %.1f GiB from %s in %.1f s", total / 2**30, checkpoint.path, time.monotonic() - began)
-    tensors |= read_shards(checkpoint, state, training.region)
+    parts = read_shards(checkpoint, state, training.region)
+    tensors |= parts
+    checkpoint.record_load(sum(sizes.values()) + sum(part.nbytes for part in parts.values()))
     return state, tensors

@@ -1,4 +1,4 @@
-"""Starts saves of a training state from copies of its values."""
+"""Starts saves of a training state from copies of its values, and measures the costs."""
 
 import logging
 import math
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .preemption.interval import Interval
 from .state.training_state import TrainingState
 from .store.device_copies import DeviceCopies, Slabs, can_copy
 from .store.errors import CheckpointError
@@ -19,7 +20,7 @@ _logger = logging.getLogger("drivetrain")
 
 
 class Saver:
-    """Saves a training state, one save at a time.
+    """Saves a training state, one save at a time, and adapts `every` to the costs of saves.
 
     Attributes:
         began_at: time.monotonic() when the last save began; of the construction before.
@@ -29,15 +30,17 @@ class Saver:
         checkpoint: The last complete save, if `wait` saw its end.
     """
 
-    def __init__(self, store: Store, state: TrainingState, timeout: float, grace: float, logs_errors: bool) -> None:
+    def __init__(
+        self, store: Store, state: TrainingState, timeout: float, every: Interval, grace: float, logs_errors: bool
+    ) -> None:
         self.store = store
         self.began_at = time.monotonic()
         self.begun_step = self.saved_step = -1
         self.error: BaseException | None = None
         self.checkpoint: Checkpoint | None = None
-        self._state, self._timeout = state, timeout
+        self._state, self._timeout, self._every = state, timeout, every
         self._grace, self._logs_errors = grace, logs_errors
-        self._nbytes = 0  # of the last save
+        self._stall, self._nbytes = 0.0, 0  # of the last save: for how long it held up the training
         self._save: Save | None = None
         self._slabs = Slabs()
 
@@ -58,7 +61,7 @@ class Saver:
         averaged weights, and no counter shows writes to `.data`. On an accelerator its stream waits, not the host.
         """
         assert self._save is None, "a save is in progress"
-        self.began_at = time.monotonic()
+        began = self.began_at = time.monotonic()
         self.begun_step = step
         snapshot = self._state.capture(header)
         self._nbytes = sum(tensor.nbytes for tensor in snapshot.tensors.values())
@@ -74,6 +77,7 @@ class Saver:
                 self._save.wait_copied(self._timeout)
         except (CheckpointError, OSError, MemoryError, torch.AcceleratorError, torch.OutOfMemoryError) as error:
             self._end(error)
+        self._stall = time.monotonic() - began
 
     def poll(self) -> None:
         """Takes the result of a save that has ended, if one has."""
@@ -100,9 +104,11 @@ class Saver:
             _logger.error("the training goes on without this checkpoint: %s", error)
         if error is None and save is not None:
             self.saved_step = save.step
-            self._warn_if_slow(save.write_s if save.write_s is not None else time.monotonic() - self.began_at)
+            self._learn(save.write_s if save.write_s is not None else time.monotonic() - self.began_at)
 
-    def _warn_if_slow(self, duration: float) -> None:
+    def _learn(self, duration: float) -> None:
+        """Learns from the time that a save has taken."""
+        self._every.measured(self._stall, duration)
         if duration > self._grace:
             mib, grace, self._grace = self._nbytes / 2**20, self._grace, math.inf  # warns once
             _logger.warning(

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import torch
 
-from ..checkpointing import Checkpoint, CheckpointError
+from ..checkpointing import Checkpoint, CheckpointError, Encryption
 from ..checkpointing.state.training_state import state_dicts
 from ..checkpointing.store import directory as disk
+from ..checkpointing.store.audit import AUDIT, AuditLog
 from ..checkpointing.store.layout import step_name
 from ..checkpointing.store.reading import complete_checkpoints, find_checkpoints, survey
 from ..checkpointing.store.save import write_tensors
+from ..checkpointing.tiers import TIERS
 from ..notebook import text_table
 
-_EXPORT_SUFFIXES = (".pt", ".safetensors")
+_EXPORT_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors", "dcp": ""}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="for export: a new file, .pt for torch.load or .safetensors for tensors alone",
+        help="for export: a new file, .pt for torch.load or .safetensors for tensors alone; a new folder for dcp",
+    )
+    parser.add_argument(
+        "--format",
+        choices=list(_EXPORT_SUFFIXES),
+        help="for export: what reads it (default: by the ending of --out); dcp: torch.distributed.checkpoint",
     )
     parser.add_argument("--rank", type=int, help="for export and show: the tensors of this rank alone")
     parser.add_argument("--keep", type=int, metavar="N", help="for gc: also delete all but the newest N checkpoints")
     parser.add_argument(
         "--damaged", action="store_true", help="for gc: also delete checkpoints that `ls` calls damaged"
+    )
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument("--key-file", type=Path, metavar="FILE", help="keys of encrypted checkpoints, one per line")
+    keys.add_argument("--key-env", metavar="NAME", help="the environment variable that has the keys")
+    parser.add_argument(
+        "--accept-plain", action="store_true", help="with a key: also read checkpoints that are not encrypted"
     )
 
 
@@ -57,16 +70,35 @@ def _list(args: argparse.Namespace) -> int:
     for found in _found(args):
         if isinstance(found, Checkpoint):
             saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.created))
-            count = sum(len(found.names(rank)) for rank in range(found.world_size))
+            is_open = found.key_id is None or _encryption(args) is not None
+            count = sum(len(found.names(rank)) for rank in range(found.world_size)) if is_open else "?"
             size = f"{found.nbytes / 2**20:,.1f} MiB"
-            rows.append((str(found.step), saved, str(found.world_size), str(count), size, "intact"))
+            rows.append((str(found.step), saved, str(found.world_size), str(count), size, found.key_id or "", "intact"))
         else:
             errors.append(str(found))
-            rows.append(("?", "", "", "", "", "damaged"))
-    print(text_table(("step", "saved", "ranks", "tensors", "size", "metadata"), rows))
+            rows.append(("?", "", "", "", "", "", "damaged"))
+    print(text_table(("step", "saved", "ranks", "tensors", "size", "key", "metadata"), rows))
+    for line in _tiers(args.directory):
+        print(line)
     for error in errors:
         print(f"damaged: {error}", file=sys.stderr)
     return int(bool(errors))
+
+
+def _tiers(directory: Path) -> list[str]:
+    """Returns what the last run has written about its other tiers, a line for each."""
+    try:
+        found = json.loads((directory / TIERS).read_text())
+    except FileNotFoundError:
+        return []
+    lines = []
+    for tier in found["remotes"]:
+        parts = [f"step {tier['newest']} is complete"] if tier["newest"] is not None else []
+        parts += [f"step {step} is being uploaded" for step in tier["pending"]]
+        parts += [f"step {step} failed" for step in tier["failed"]]
+        parts += [tier["error"]] if tier["error"] is not None else []
+        lines.append(f"{tier['tier']}: {', '.join(parts) or 'nothing was uploaded yet'}")
+    return lines
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -82,7 +114,9 @@ def _verify(args: argparse.Namespace) -> int:
         for fault in faults:
             print(f"damaged: {found.path.name}/{fault}")
         if not faults:
-            print(f"intact: {found.path.name}, {found.nbytes:,} bytes")
+            is_locked = found.key_id is not None and _encryption(args) is None
+            note = " (checksums only: no key was given)" if is_locked else ""
+            print(f"intact: {found.path.name}, {found.nbytes:,} bytes{note}")
     if not count:
         print(f"{args.directory} has no checkpoint")
     return int(is_damaged)
@@ -92,6 +126,7 @@ def _show(args: argparse.Namespace) -> int:
     checkpoint = _chosen(args)
     print(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.world_size} ranks")
     rows = []
+    checkpoint.record_load(0)
     ranks = range(checkpoint.world_size) if args.rank is None else [args.rank]
     for rank in ranks:
         shapes, dtypes = checkpoint.shapes(rank), checkpoint.dtypes(rank)
@@ -104,8 +139,17 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    if args.out is None or args.out.suffix not in _EXPORT_SUFFIXES:
-        raise ValueError(f"--out is {args.out}, expected a file that ends with {' or '.join(_EXPORT_SUFFIXES)}")
+    if args.format == "dcp" and args.out is not None:
+        from ..checkpointing.frameworks.dcp import export_dcp
+
+        checkpoint = _chosen(args)
+        export_dcp(checkpoint, args.out, args.rank or 0)
+        print(f"wrote step {checkpoint.step} to {args.out}")
+        return 0
+    suffixes = [suffix for name, suffix in _EXPORT_SUFFIXES.items() if suffix and args.format in (None, name)]
+    if args.out is None or args.out.suffix not in suffixes:
+        expected = f"a file that ends with {' or '.join(suffixes)}" if suffixes else "a new folder"
+        raise ValueError(f"--out is {args.out}, expected {expected}")
     if args.out.exists():
         raise ValueError(f"--out is {args.out}, which exists: choose a new file")
     checkpoint = _chosen(args)
@@ -141,6 +185,9 @@ def _collect(args: argparse.Namespace) -> int:
         removed = [folder for folder in folders if disk.remove_files(folder)]
     kept = len(folders) - len(removed)
     print(f"removed {len(removed)} folders" + (f", kept {kept} that hold other files" if kept else ""))
+    if (audit := _audit(args.directory)) is not None:
+        for one in old:
+            audit.append("delete", one.path, one.step, one.nbytes, one.key_id)
     return int(kept > 0)
 
 
@@ -149,17 +196,28 @@ def _found(args: argparse.Namespace) -> list[Checkpoint | Exception]:
         raise ValueError(f"directory is {args.directory}, which is no directory")
     if args.step is not None:
         return [_chosen(args)]
-    found: list[Checkpoint | Exception] = list(find_checkpoints(args.directory))
+    found: list[Checkpoint | Exception] = list(find_checkpoints(args.directory, _encryption(args)))
     return sorted(found, key=lambda one: one.serial if isinstance(one, Checkpoint) else -1)
 
 
 def _chosen(args: argparse.Namespace) -> Checkpoint:
     if args.step is not None:
-        return Checkpoint(args.directory / step_name(args.step))
-    complete = complete_checkpoints(args.directory)
+        return Checkpoint(args.directory / step_name(args.step), _encryption(args), _audit(args.directory))
+    complete = complete_checkpoints(args.directory, _encryption(args), _audit(args.directory))
     if not complete:
         raise ValueError(f"directory is {args.directory}, which has no complete checkpoint")
     return complete[-1]
+
+
+def _encryption(args: argparse.Namespace) -> Encryption | None:
+    if args.key_file is None and args.key_env is None:
+        return None
+    return Encryption(key_file=args.key_file, key_env=args.key_env, accept_plain=args.accept_plain)
+
+
+def _audit(directory: Path) -> AuditLog | None:
+    """Returns the audit log of a directory whose runs keep one."""
+    return AuditLog(directory / AUDIT) if (directory / AUDIT).exists() else None
 
 
 def _shortened(text: str, limit: int = 2000) -> str:

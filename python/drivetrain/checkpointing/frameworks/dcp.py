@@ -1,24 +1,62 @@
-"""Loads checkpoints of torch.distributed.checkpoint (DCP)."""
+"""Converts checkpoints to and from the format of torch.distributed.checkpoint (DCP)."""
 
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ...optim.sharded.dtensors import is_dtensor
 from ..state.saved_optimizer import load_optimizer, parameter_names
-from ..state.training_state import bare
+from ..state.training_state import bare, state_dicts
 from ..store.errors import CheckpointError
+from ..store.reading import Checkpoint
+
+
+def export_dcp(checkpoint: Checkpoint, directory: str | os.PathLike[str], rank: int = 0) -> None:
+    """Writes a checkpoint of a Checkpointer as torch.distributed.checkpoint reads it.
+
+    It contains what torch's `get_state_dict` names: "model" with the module's state dict, and "optim" with "state" by
+    the names of parameters and "param_groups". Optimizers are merged. "step" and "scheduler" stand next to them.
+
+    Args:
+        checkpoint: The checkpoint.
+        directory: A new folder.
+        rank: The rank whose buffers are written, where ranks have their own.
+
+    Raises:
+        ValueError: `directory` exists, or something else than a Checkpointer saved the checkpoint.
+        CheckpointError: A checksum does not hold, or a file cannot be read.
+    """
+    target = Path(directory)
+    if target.exists():
+        raise ValueError(f"directory is {target}, which exists: choose a new folder")
+    found = state_dicts(checkpoint, rank)
+    state: Any = checkpoint.state(rank)
+    if found is None or (state.get("parameters") is None and found["optimizer"]):
+        raise ValueError(
+            f"checkpoint is {checkpoint.path}, which holds no names of parameters: expected one that a Checkpointer "
+            "of this version saved. Restore it with a Checkpointer and save it again."
+        )
+    contents = {"model": found["model"], "step": checkpoint.step, "scheduler": found["scheduler"]}
+    if found["optimizer"]:
+        contents["optim"] = _by_name(found["optimizer"], state["parameters"])
+    partial = target.with_name(target.name + ".part")
+    shutil.rmtree(partial, ignore_errors=True)
+    with _alone():
+        state_dict_saver.save(contents, storage_writer=FileSystemWriter(partial), no_dist=True)
+    partial.rename(target)
 
 
 def import_dcp(
@@ -155,6 +193,19 @@ class _OptimizerStates:
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _by_name(saved: Sequence[dict[str, Any]], names: Sequence[Sequence[str | None]]) -> dict[str, Any]:
+    """Returns the state dicts of optimizers as one, with names in place of numbers."""
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for one, ours in zip(saved, names, strict=True):
+        numbers = [number for group in one["param_groups"] for number in group["params"]]
+        called = {number: name or f"parameter-{number}" for number, name in zip(numbers, ours, strict=True)}
+        merged["state"] |= {called[number]: values for number, values in one["state"].items()}
+        merged["param_groups"] += [
+            {**group, "params": [called[number] for number in group["params"]]} for group in one["param_groups"]
+        ]
+    return merged
 
 
 def _like(param: Tensor, entry: TensorStorageMetadata) -> Tensor:

@@ -48,6 +48,7 @@ class CheckpointCallback(TrainerSteps, TrainerCallback):  # type: ignore[misc]
 
     Raises:
         TypeError: `options` contains an object that the Trainer has itself, such as `model`.
+        ValueError: `options` contains tiers.
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:

@@ -13,7 +13,7 @@ from ..restore import of_another_run
 from ..state.encoding import decode
 from ..state.saved_optimizer import plain_name
 from ..state.training_state import names_of
-from ..store.errors import CheckpointError
+from ..store.errors import CheckpointError, EncryptionError
 from ..store.reading import Checkpoint
 from .trainers import TrainerSteps, check_position
 
@@ -55,7 +55,7 @@ class CheckpointCallback(TrainerSteps, Callback):  # type: ignore[misc]
 
     Raises:
         TypeError: `options` contains an object that the Trainer has itself, such as `model`.
-        ValueError: `exit_code` is None, with which the Trainer could not go on.
+        ValueError: `exit_code` is None, with which the Trainer could not go on, or `tiers` are given.
     """
 
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
@@ -185,7 +185,7 @@ class _Found:
         if data is not None:
             checkpoint[type(data).__qualname__] = self._values["datamodule"]
         is_whole = not self.state.get("meshes")
-        if is_whole:
+        if is_whole and not self.state.get("split_optimizers"):
             checkpoint["optimizer_states"] = decode(self.state["optimizer"], self._tensors)
         checkpoint["lr_schedulers"] = decode(self.state["scheduler"], self._tensors)
         saved = decode(self.state["model"], self._tensors) if is_whole else {}
@@ -232,6 +232,8 @@ def _newest(trainer: Trainer, complete: list[Checkpoint]) -> _Found | None:
         try:
             if serial in mine and _EXTRA in cast(dict[str, Any], mine[serial].state(0) or {}).get("extra", {}):
                 found = _Found(mine[serial], trainer.global_rank)
+        except EncryptionError:
+            raise
         except CheckpointError:
             pass  # The Checkpointer logs it.
         if trainer.strategy.reduce_boolean_decision(found is not None):

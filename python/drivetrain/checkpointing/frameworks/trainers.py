@@ -20,13 +20,16 @@ class TrainerSteps:
                 raise TypeError(
                     f"{name} is an argument of CheckpointCallback, which takes it from the Trainer: omit it"
                 )
+        if options.get("tiers"):
+            raise ValueError("tiers are given, expected none: the position of the Trainer is read from the directory")
         self._directory, self._options = Path(directory), options
         self._checkpointer: Checkpointer | None = None  # inside of the training
         self._is_pending = False  # a step has ended and is not counted yet
 
     def _complete(self) -> list[Checkpoint]:
         """Returns the complete checkpoints, oldest first; none if the directory does not exist."""
-        return complete_checkpoints(self._directory) if self._directory.is_dir() else []
+        is_there = self._directory.is_dir()
+        return complete_checkpoints(self._directory, self._options.get("encryption")) if is_there else []
 
     def _make(self, name: str, values: Any, **objects: Any) -> Checkpointer:
         """Makes the Checkpointer, which saves the Trainer's own values under its name."""

@@ -1,7 +1,8 @@
-"""Describes this rank's part of DTensors, and reads parts for another number of ranks."""
+"""Describes this rank's part of DTensors and ZeRO states, and reads parts for another number of ranks."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...optim.sharded.dtensors import local_part
+from ...optim.sharded.pieces import params_by_key
 from ..store.errors import CheckpointError
 from ..store.reading import Checkpoint
 
@@ -170,7 +172,7 @@ def _assembled(
 
 
 def _read(checkpoint: Checkpoint, record: dict[str, JSON]) -> Tensor:
-    return checkpoint.load([_name(record)])[_name(record)]
+    return checkpoint.read([_name(record)])[_name(record)]
 
 
 def _slices(begins: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
@@ -185,3 +187,76 @@ def _name(record: dict[str, JSON]) -> str:
 def _group(state: JSON, record: dict[str, JSON]) -> tuple[str, tuple[int, ...]]:
     # Stages of a pipeline may have different tensors at one path, on different meshes.
     return record["of"], tuple(state["meshes"][record["mesh"]]["ranks"])
+
+
+# ---- ZeroRedundancyOptimizer: each rank has the states of some parameters.
+
+
+def is_zero(optimizer: object) -> bool:
+    """Returns whether the optimizer is torch's ZeroRedundancyOptimizer, without importing its module."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
+def inner(optimizer: Any) -> Any:
+    """Returns the optimizer whose steps a ZeroRedundancyOptimizer makes, and others as they are."""
+    return optimizer.optim if is_zero(optimizer) else optimizer
+
+
+def own_state(optimizer: Any) -> dict[str, Any]:
+    """Returns the state dict of an optimizer; of a ZeroRedundancyOptimizer with this rank's states alone."""
+    if not is_zero(optimizer):
+        found: dict[str, Any] = optimizer.state_dict()
+        return found
+    whole = torch.optim.Optimizer.state_dict(optimizer)
+    local = optimizer.optim.state_dict()
+    states = {
+        optimizer._param_to_index[param]: local["state"][key]
+        for key, param in params_by_key(optimizer.optim, local).items()
+        if key in local["state"]
+    }
+    return {"state": states, "param_groups": whole["param_groups"]}
+
+
+def zero_numbers(optimizer: Any) -> set[int]:
+    """Returns the numbers of the parameters whose states this rank has."""
+    groups = optimizer.optim.param_groups
+    return {optimizer._param_to_index[param] for group in groups for param in group["params"]}
+
+
+def load_own(optimizer: Any, saved: dict[str, Any], load: Callable[[Any, dict[str, Any]], None]) -> None:
+    """Loads what `own_state` returned, or any state dict of all parameters, with `load` for the local optimizer."""
+    if not is_zero(optimizer):
+        load(optimizer, saved)
+        return
+    optimizer._sync_param_groups(saved["param_groups"], optimizer.param_groups)
+    count = itertools.count()
+    states: dict[int, Any] = {}
+    groups = []
+    for group, saved_group in zip(optimizer.optim.param_groups, saved["param_groups"], strict=True):
+        numbers = []
+        for param in group["params"]:
+            numbers.append(next(count))
+            if (values := saved["state"].get(optimizer._param_to_index[param])) is not None:
+                states[numbers[-1]] = values
+        groups.append({**saved_group, "params": numbers})
+        groups[-1].pop("param_names", None)
+    load(optimizer.optim, {"state": states, "param_groups": groups})
+
+
+def merged(checkpoint: Checkpoint, state: JSON, numbers: Callable[[int], set[int] | None]) -> JSON:
+    """Returns a state in which optimizers that were split over ranks have the states of all wanted parameters.
+
+    `numbers` returns the numbers of these parameters by the optimizer's index; None means all.
+    """
+    if not isinstance(state, dict) or not state.get("split_optimizers"):
+        return state
+    optimizers = list(state["optimizer"])
+    for index in state["split_optimizers"]:
+        wanted = numbers(index)
+        pairs: dict[int, JSON] = {}
+        for rank in range(checkpoint.world_size):
+            saved: Any = checkpoint.state(rank)
+            found = saved["optimizer"][index]["state"].get("$dict", [])
+            pairs |= {key: value for key, value in found if wanted is None or key in wanted}
+        optimizers[index] = {**optimizers[index], "state": {"$dict": [[key, pairs[key]] for key in sorted(pairs)]}}
+    return {**state, "optimizer": optimizers}

@@ -68,11 +68,12 @@ class TrainingState:
         self._rank, self._world_size = ranks
         self._gradients = [Gradients(optimizer) for optimizer in self.optimizers]
         self._orders: list[ParameterOrder] = []  # of the optimizers' parameters in the state that is restored
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for one in self.optimizers for kind in type(one).__mro__):
-            raise NotImplementedError(
-                "optimizer contains a ZeroRedundancyOptimizer, whose states lie on several ranks: use "
-                "drivetrain.DistributedDataParallel(shard='optimizer') with the optimizer that it wraps"
-            )
+        for index, one in enumerate(self.optimizers):
+            if shards.is_zero(one) and one._overlap_with_ddp:
+                raise NotImplementedError(
+                    f"optimizer[{index}] is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which steps in the "
+                    "backward pass: expected overlap_with_ddp=False"
+                )
 
     def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
         """Begins to follow the data and the optimizers. `is_noticed` is as `Position.open` takes it."""
@@ -93,7 +94,7 @@ class TrainingState:
         encoder = Encoder(lambda tensor: replicated is not None and _key(tensor) not in replicated, self._own_prefix())
         values: dict[str, Any] = {
             "model": self._model_state(),
-            "optimizer": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer": [shards.own_state(optimizer) for optimizer in self.optimizers],
             "scheduler": [scheduler.state_dict() for scheduler in self._schedulers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "gradients": [gradients.state() for gradients in self._gradients],
@@ -106,9 +107,10 @@ class TrainingState:
         state = {
             **header,
             "parameters": parameter_names(self.model, self.optimizers),
-            "optimizer_classes": [class_name(optimizer) for optimizer in self.optimizers],
+            "optimizer_classes": [class_name(shards.inner(optimizer)) for optimizer in self.optimizers],
             **{name: encoder.encode(value, name) for name, value in values.items()},
             "meshes": encoder.meshes,
+            "split_optimizers": [index for index, one in enumerate(self.optimizers) if shards.is_zero(one)],
         }
         return Snapshot(self._share(encoder.tensors), state)
 
@@ -119,9 +121,9 @@ class TrainingState:
         names = ("model", "optimizer", "scheduler", "scaler", "gradients", "window", "extra", "data", "rng")
         values = {name: decode(state[name], tensors) for name in names}
         _check_length("optimizer", self.optimizers, values["optimizer"])
-        self.match_parameters(state)
+        self._match_parameters(state)
         for index, (optimizer, order) in enumerate(zip(self.optimizers, self._orders, strict=True)):
-            check_maker(index, optimizer, values["optimizer"][index], state.get("optimizer_classes"))
+            check_maker(index, shards.inner(optimizer), values["optimizer"][index], state.get("optimizer_classes"))
             values["optimizer"][index] = order.state(values["optimizer"][index])
             values["gradients"][index] = order.values(values["gradients"][index])
         values["model"] = {plain_name(name): value for name, value in values["model"].items()}
@@ -130,7 +132,7 @@ class TrainingState:
         ours = {plain_name(name): name for name in self.model.state_dict()}
         self.model.load_state_dict({ours[name]: value for name, value in values["model"].items()})
         for optimizer, saved in zip(self.optimizers, values["optimizer"], strict=True):
-            load_optimizer(optimizer, saved)
+            shards.load_own(optimizer, saved, load_optimizer)
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=True):
             scheduler.load_state_dict(saved)
         if self._scaler is not None:
@@ -208,6 +210,18 @@ class TrainingState:
         owners = split(sizes, self._world_size)
         return {name: tensor for name, tensor in tensors.items() if owners.get(name, self._rank) == self._rank}
 
+    def wanted(self, checkpoint: Checkpoint, state: JSON) -> JSON:
+        """Returns a saved state with the states of all parameters that a ZeroRedundancyOptimizer has on this rank."""
+        self._match_parameters(state)
+
+        def numbers(index: int) -> set[int] | None:
+            optimizer = self.optimizers[index] if index < len(self.optimizers) else None
+            if not shards.is_zero(optimizer):
+                return None
+            return {self._orders[index].saved(number) for number in shards.zero_numbers(optimizer)}
+
+        return shards.merged(checkpoint, state, numbers)
+
     def region(self, path: str, shape: Sequence[int]) -> shards.Region:
         """Returns the offset and the shape of the part that this rank has of a sharded tensor in a saved state."""
         head, _, rest = path.partition("/")
@@ -230,7 +244,7 @@ class TrainingState:
         """Returns the module's state dict, whose names are the same with and without torch.compile of submodules."""
         return {plain_name(name): value for name, value in self.model.state_dict().items()}
 
-    def match_parameters(self, state: JSON) -> None:
+    def _match_parameters(self, state: JSON) -> None:
         """Finds where each optimizer's parameters are in a saved state."""
         ours = parameter_names(self.model, self.optimizers)
         saved = state.get("parameters") if isinstance(state, dict) else None
@@ -283,8 +297,8 @@ class TrainingState:
         if isinstance(value, Tensor):
             if precision.is_of_blocks(path.rpartition("/")[2]):
                 raise ValueError(
-                    f"{path} has 8-bit blocks of a whole tensor, and its parameter is a DTensor: continue without "
-                    "sharding"
+                    f"{path} has 8-bit blocks of a whole tensor, and its parameter is a DTensor. Export the checkpoint "
+                    "to DCP and import it, or continue without sharding"
                 )
             if value.shape != like.shape:
                 return value
@@ -358,6 +372,7 @@ def state_dicts(checkpoint: Checkpoint, rank: int = 0) -> dict[str, Any] | None:
     state = checkpoint.state(rank)
     if not isinstance(state, dict) or state.get("format") != FORMAT or "model" not in state:
         return None
+    state = shards.merged(checkpoint, state, lambda _: None)
     parts = {name: state[name] for name in ("model", "optimizer", "scheduler", "scaler")}
     tensors = checkpoint.load(names_of(list(parts.values())))
     tensors |= shards.read_shards(checkpoint, parts | {"meshes": state.get("meshes")}, shards.whole_region)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import json
 import logging
 import os
+import secrets
 import socket
 import stat
 import time
@@ -14,10 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..._C import crc32c
+import torch
+
+from ..._C import Snapshot, crc32c
 from . import directory as disk
 from .coordinator import Coordinator
+from .encryption import TAG_BYTES, Encryption, FileCipher
 from .errors import CheckpointError
+from .identity import Origin
 from .layout import CHUNK_BYTES, MANIFEST, part_name, step_name, temporary_name
 from .manifest import Manifest, RankFiles, Record, hexadecimal, seal
 from .reading import manifests
@@ -51,34 +58,40 @@ class Writer:
     directory: Path
     coordinator: Coordinator
     timeout_s: float
+    encryption: Encryption | None
     _old_keys: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rank, self.world_size = self.coordinator.rank, self.coordinator.world_size
 
-    def write(self, index: int, save: Save) -> Path:
+    def write(self, index: int, save: Save, origin: Origin) -> Path:
         """Writes save number `index` of a run and waits until it is complete on all ranks. Returns its folder.
 
         Raises the errors of this rank as they come, and a CheckpointError if another one has failed.
         """
-        return self._lead(index, save) if self.rank == 0 else self._follow(index, save)
+        return self._lead(index, save, origin) if self.rank == 0 else self._follow(index, save)
 
     def refuse(self, index: int, step: int, error: Exception) -> None:
         """Tells the other ranks that this one cannot take part in save number `index`."""
         self._tell_failure(f"{index}/begin" if self.rank == 0 else f"{index}/part/{self.rank}", step, error)
 
-    def _lead(self, index: int, save: Save) -> Path:
+    def _lead(self, index: int, save: Save, origin: Origin) -> Path:
         final = self.directory / step_name(save.step)
         temporary = self.directory / temporary_name(save.step)
         key = f"{index}/begin"
         try:
             temporary.mkdir()
-            self.coordinator.tell(key, {"step": save.step, "folder": temporary.name, "host": socket.gethostname()})
+            checkpoint = secrets.token_hex(16)  # identifies the checkpoint in encrypted files
+            begin = {"folder": temporary.name, "host": socket.gethostname(), "checkpoint": checkpoint}
+            self.coordinator.tell(key, {"step": save.step, **begin})
             key = f"{index}/end"
-            parts = [self._write_part(save, temporary), *self._gather(index, save.step, temporary)]
+            parts = [self._write_part(save, temporary, checkpoint), *self._gather(index, save.step, temporary)]
+            cipher = None if self.encryption is None else self.encryption.new_cipher(MANIFEST)
+            protection = None if cipher is None else cipher.protection
             serial = max((manifest.serial for manifest in manifests(self.directory)), default=0) + 1
-            manifest = Manifest(serial, save.step, self.world_size, time.time(), parts)
-            disk.write_file(temporary / MANIFEST, seal(manifest))
+            about = (save.step, self.world_size, time.time())
+            manifest = Manifest(serial, *about, parts, checkpoint, protection, *origin)
+            disk.write_file(temporary / MANIFEST, seal(manifest, cipher))
             disk.sync(temporary)
             disk.publish(temporary, final)
         except BaseException as error:
@@ -108,7 +121,7 @@ class Writer:
             begin = self._ask(f"{index}/begin", save.step, "rank 0 to begin the save")
             temporary = self.directory / begin["folder"]
             self._await_visible(temporary, f"rank 0 on host {begin['host']} made")
-            part = self._write_part(save, temporary)
+            part = self._write_part(save, temporary, begin["checkpoint"])
             self.coordinator.tell(key, {"step": save.step, "host": socket.gethostname(), **vars(part)})
             key = ""
             end = self._ask(f"{index}/end", save.step, "rank 0 to complete the checkpoint")
@@ -123,11 +136,14 @@ class Writer:
         final: Path = self.directory / end["folder"]
         return final
 
-    def _write_part(self, save: Save, folder: Path) -> RankFiles:
+    def _write_part(self, save: Save, folder: Path, checkpoint: str) -> RankFiles:
         snapshot = save._snapshot
         assert snapshot is not None
         name, record_name = (part_name(self.rank, self.world_size, suffix) for suffix in ("safetensors", "json"))
+        cipher = None if self.encryption is None else self.encryption.new_cipher(name)
         snapshot.write(os.fspath(folder / name))
+        save._key_id = None if cipher is None else cipher.protection.key_id
+        tags = [] if cipher is None else self._encrypt(snapshot, cipher, checkpoint)
         if not snapshot.wait_written(self.timeout_s):
             raise CheckpointError(
                 f"{folder / name} was not written within {self.timeout_s:g} s: the disk is slow or does not answer. "
@@ -141,12 +157,16 @@ class Writer:
             file=name,
             file_bytes=snapshot.nbytes,
             header_bytes=len(save._header),
-            header_crc32c=hexadecimal(crc32c(save._header)),
+            header_crc32c=hexadecimal(crc32c(save._header)) if cipher is None else "",
             chunk_bytes=CHUNK_BYTES,
             chunks=[hexadecimal(checksum) for checksum in snapshot.checksums()],
-            state=save._state,
+            state=save._state if cipher is None else None,
+            checkpoint=checkpoint,
+            tags=tags,
+            protection=None if cipher is None else cipher.protection,
         )
-        data = seal(record)
+        secret = {} if cipher is None else {"state": save._state, "header": base64.b64encode(save._header).decode()}
+        data = seal(record, cipher, json.dumps(secret).encode())
         disk.write_file(folder / record_name, data)
         # Python has made the record under the umask and the rules of the folder; the tensors get its mode.
         mode, wanted = (stat.S_IMODE((folder / one).stat().st_mode) for one in (name, record_name))
@@ -154,6 +174,19 @@ class Writer:
             (folder / name).chmod(wanted)
         disk.sync(folder)
         return RankFiles(record_name, len(data), hexadecimal(crc32c(data)), name, snapshot.nbytes)
+
+    def _encrypt(self, snapshot: Snapshot, cipher: FileCipher, checkpoint: str) -> list[str]:
+        """Encrypts each chunk once it is copied, and returns the tags. Stops early if the snapshot fails."""
+        deadline = time.monotonic() + self.timeout_s
+        sealed = torch.empty(CHUNK_BYTES + TAG_BYTES, dtype=torch.uint8, device="cpu")
+        tags = []
+        for index in range(snapshot.num_chunks):
+            chunk = snapshot.chunk(index, max(0.0, deadline - time.monotonic()))
+            if chunk is None:
+                break  # waiting for the written file tells why
+            tags.append(cipher.seal_chunk(checkpoint, index, snapshot.nbytes, chunk, sealed))
+            snapshot.replace_chunk(index, sealed)
+        return tags
 
     def _gather(self, index: int, step: int, folder: Path) -> Iterator[RankFiles]:
         """Yields the parts of the other ranks, after a look at their files, which proves a shared file system."""

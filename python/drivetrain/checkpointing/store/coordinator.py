@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -30,6 +31,7 @@ class Coordinator:
             raise ValueError(f"rank is {rank}, expected 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
+        self._is_abandoned = threading.Event()
         self._store = store
         # A restart in place may reuse the store: keys of the last coordinator must not answer this one.
         self._prefix = f"{_PREFIX}/{store.add(f'{_PREFIX}/count/{rank}', 1)}/"
@@ -45,6 +47,10 @@ class Coordinator:
         """Returns whether a message was published under a key."""
         return bool(self._call("check", key))
 
+    def abandon(self) -> None:
+        """Ends all waits with an error: another rank has died."""
+        self._is_abandoned.set()
+
     def ask(self, key: str, timeout_s: float, what: str) -> dict[str, Any]:
         """Waits for the message under a key and returns it."""
         deadline = time.monotonic() + timeout_s
@@ -59,7 +65,8 @@ class Coordinator:
                     "Check whether that rank is alive, or raise `timeout`."
                 )
             self.look(what)
-            time.sleep(pause)
+            if self._is_abandoned.wait(pause):
+                raise CheckpointError(f"rank {self.rank} does not wait for {what} any more: the training has ended.")
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def look(self, what: str) -> None:

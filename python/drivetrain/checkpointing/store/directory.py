@@ -12,6 +12,7 @@ import pwd
 import socket
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..._C import exchange_paths
@@ -19,31 +20,39 @@ from .errors import CheckpointError
 from .layout import LEFTOVER, LOCK, is_known, step_of, temporary_name
 
 _logger = logging.getLogger("drivetrain")
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # by another process
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-def check_access(directory: Path) -> None:
-    """Raises CheckpointError if this user cannot save into a directory, which may not exist, with what to do."""
-    folder = next(one for one in (directory, *directory.parents) if os.access(one, os.F_OK))
-    for path, mode in ((folder, os.R_OK | os.W_OK | os.X_OK), (directory / LOCK, os.R_OK | os.W_OK)):
-        if not os.access(path, os.F_OK) or os.access(path, mode, effective_ids=True):
-            continue
-        if os.statvfs(path).f_flag & os.ST_RDONLY:
-            continue  # for any user; each save tells
-        raise CheckpointError(
-            f"{directory} cannot be continued by {_user_name(os.geteuid())}, who may not write to {path}, which "
-            f"belongs to {_user_name(path.stat().st_uid)}. To share the run in a group, its owner runs "
-            f"`chmod -R g+rwX {directory}`, and from then on all start it under `umask 002`. Or choose another "
-            "directory."
-        )
-
-
-def _user_name(uid: int) -> str:
+def user_name(uid: int) -> str:
     """Returns a user's name, or the number of one without a name, as in a container."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
+
+
+def take_lock(descriptor: int, timeout_s: float) -> OSError | None:
+    """Waits for a file's lock. Returns None once this process has it, and otherwise why not."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _HELD or time.monotonic() >= deadline:
+                return error
+        else:
+            return None
+        time.sleep(0.02)
+
+
+def unlock_and_close(descriptor: int) -> None:
+    """Releases a file's lock and closes it. To close alone would leave the lock to children forked meanwhile."""
+    try:
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 def sync(path: Path) -> None:
@@ -74,6 +83,18 @@ def write_file(path: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def replace_note(path: Path, content: Mapping[str, object]) -> None:
+    """Writes a small file next to the checkpoints in one step, durably. A disk that refuses gives a warning."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # a colleague's process may have left it
+        write_file(temporary, json.dumps(content, indent=1).encode())
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        _logger.warning("%s was not written: %s", path, error)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -141,35 +162,22 @@ class Lock:
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
-            return
-        if os.getpid() == self._pid:
-            # To close alone would leave the lock to children that were forked meanwhile.
-            with contextlib.suppress(OSError):  # the file system has no locks
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        if descriptor >= 0:
+            unlock_and_close(descriptor) if os.getpid() == self._pid else os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()
 
     def _take(self, path: Path, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    _logger.warning("%s cannot be locked (%s): use it from one job only", path.parent, error.strerror)
-                    return
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                if time.monotonic() >= deadline:
-                    raise CheckpointError(
-                        f"{path.parent} is in use by {self._holder()}: give each run its own directory, or end that "
-                        "run."
-                    ) from None
-            time.sleep(0.02)
+        if (error := take_lock(self._descriptor, timeout_s)) is not None:
+            if error.errno in _HELD:
+                raise CheckpointError(
+                    f"{path.parent} is in use by {self._holder()}: give each run its own directory, or end that run."
+                ) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise error
+            _logger.warning("%s cannot be locked (%s): use it from one job only", path.parent, error.strerror)
+            return
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 

@@ -12,6 +12,13 @@ class CheckpointError(RuntimeError):
     """
 
 
+class EncryptionError(CheckpointError):
+    """Reports that a checkpoint cannot be read or written for lack of a key, or is not encrypted although it must be.
+
+    No older checkpoint is taken in its place: the message says which key is missing.
+    """
+
+
 class Fault(NamedTuple):
     """One fault in a stored checkpoint.
 

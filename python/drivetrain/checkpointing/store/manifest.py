@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..._C import crc32c
 from .errors import CheckpointError
 
+if TYPE_CHECKING:
+    from .encryption import FileCipher
+
 JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
 
-VERSION = 1
+VERSION = 2  # 1 knows no encryption, and files without it are still of version 1
 _SEAL = re.compile(rb',\n"crc32c":"([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(',\n"crc32c":"01234567"}\n')
+_SECRET = b',\n"secret":"'  # JSON writes no line ends elsewhere
 
 T = TypeVar("T", "Record", "Manifest")
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Says how a record, with its tensor file, or a manifest is encrypted."""
+
+    cipher: str
+    key_id: str
+    salt: str  # hexadecimal digits, drawn for each record and manifest
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,10 @@ class Record:
     header_crc32c: str  # of the file's first `header_bytes`
     chunk_bytes: int
     chunks: list[str]  # CRC32C of each chunk, eight hexadecimal digits
-    state: JSON
+    state: JSON  # None if encrypted
+    checkpoint: str = ""  # identifies the checkpoint of an encrypted record
+    tags: list[str] = field(default_factory=list)  # of the encrypted chunks, in hexadecimal digits
+    protection: Protection | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,10 @@ class Manifest:
     world_size: int
     created: float  # seconds since the epoch
     parts: list[RankFiles]
+    checkpoint: str = ""
+    protection: Protection | None = None
+    run: str = ""  # the identity of the run, and the directory that it was started with
+    home: str = ""
 
 
 def hexadecimal(checksum: int) -> str:
@@ -62,18 +83,30 @@ def hexadecimal(checksum: int) -> str:
     return f"{checksum:08x}"
 
 
-def seal(body: Record | Manifest) -> bytes:
-    """Encodes a record or manifest, followed by the CRC32C of all bytes before the checksum."""
+def seal(body: Record | Manifest, cipher: FileCipher | None = None, secret: bytes = b"") -> bytes:
+    """Encodes a record or manifest, followed by the CRC32C of all bytes before the checksum.
+
+    The cipher, None for plain checkpoints, encrypts `secret` and authenticates all of `body`.
+    """
     fields = dict(vars(body))
     if isinstance(body, Manifest):
         fields["parts"] = [vars(part) for part in body.parts]
-    head = {"drivetrain": type(body).__name__.lower(), "version": VERSION}
+    if body.protection is not None:
+        fields["protection"] = vars(body.protection)
+    for name in ("checkpoint", "tags", "protection") if cipher is None else ():
+        fields.pop(name, None)
+    for name in ("run", "home"):
+        if not fields.get(name):
+            fields.pop(name, None)
+    head = {"drivetrain": type(body).__name__.lower(), "version": 1 if cipher is None else VERSION}
     data = json.dumps(head | fields, separators=(",", ":"))[:-1].encode()
+    if cipher is not None:
+        data += _SECRET + base64.b64encode(cipher.seal_text(secret, data)) + b'"'
     return data + f',\n"crc32c":"{hexadecimal(crc32c(data))}"}}\n'.encode()
 
 
 def unseal(data: bytes, kind: type[T]) -> T:
-    """Decodes a record or manifest, and compares its checksum.
+    """Decodes the part of a record or manifest that is not encrypted, and compares the checksum of all of it.
 
     Raises:
         ValueError: The checksum does not hold, or the bytes are of another kind.
@@ -92,12 +125,21 @@ def unseal(data: bytes, kind: type[T]) -> T:
         raise ValueError(f"it is a {name!r}, expected a {kind.__name__.lower()!r}")
     if version > VERSION:
         raise CheckpointError(f"a {name} has format version {version}, expected at most {VERSION}: update drivetrain")
+    fields.pop("secret", None)
     try:
         if "parts" in fields:
             fields["parts"] = [RankFiles(**part) for part in fields["parts"]]
+        if "protection" in fields:
+            fields["protection"] = Protection(**fields["protection"])
         return kind(**fields)
     except TypeError as error:
         raise ValueError(f"it has other fields than a {name}: {error}") from error
+
+
+def reveal(data: bytes, cipher: FileCipher) -> bytes:
+    """Decrypts the secret in what `seal` wrote. Raises ValueError unless the cipher authenticates all bytes."""
+    visible, _, encoded = data[:-_SEAL_BYTES].rpartition(_SECRET)
+    return cipher.unseal_text(base64.b64decode(encoded[:-1]), visible)
 
 
 def copy_json(value: object, where: str = "state") -> JSON:

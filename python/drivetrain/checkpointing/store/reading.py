@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import ctypes
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +18,11 @@ import torch
 from torch import Tensor
 
 from ... import _C
-from .errors import CheckpointError, Fault
+from .audit import AuditLog
+from .encryption import TAG_BYTES, Encryption, FileCipher
+from .errors import CheckpointError, EncryptionError, Fault
 from .layout import CHUNK_BYTES, MANIFEST, Entry, decode_header, step_of
-from .manifest import JSON, Manifest, RankFiles, Record, hexadecimal, unseal
+from .manifest import JSON, Manifest, Protection, RankFiles, Record, hexadecimal, reveal, unseal
 
 _logger = logging.getLogger("drivetrain")
 _READ_THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -27,9 +34,13 @@ class Checkpoint:
 
     Args:
         path: The checkpoint's folder, such as `runs/gpt/step-0000000100`.
+        encryption: Finds the keys of an encrypted checkpoint. Without it, sizes and checksums of one can be verified,
+            but no name, state or tensor be read.
+        audit: Gets a line for each load.
 
     Raises:
         CheckpointError: The metadata is damaged, or a file is missing or has another size. The message names it.
+        EncryptionError: A key is missing, or the checkpoint is plain and `encryption` does not accept that.
 
     Attributes:
         path: The folder.
@@ -38,14 +49,23 @@ class Checkpoint:
         created: Seconds since the epoch when it was completed.
         serial: Position among the directory's checkpoints. It grows with each save, also after a return to an
             earlier step.
+        run: The identity of the run that saved it; "" if a version saved it that knew none.
+        key_id: Identifier of the key that encrypts the manifest; None if the checkpoint is plain.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        encryption: Encryption | None = None,
+        audit: AuditLog | None = None,
+    ) -> None:
         self.path = Path(path)
-        manifest = _read_manifest(self.path)
-        self._parts = [_Part(self.path, files) for files in manifest.parts]  # by rank
+        self._encryption, self._audit = encryption, audit
+        manifest = _read_manifest(self.path, encryption)
+        self._parts = [_Part(self.path, manifest, files, encryption) for files in manifest.parts]  # by rank
+        self.key_id = manifest.protection.key_id if manifest.protection is not None else None
         self.step, self.world_size, self.created = manifest.step, manifest.world_size, manifest.created
-        self.serial = manifest.serial
+        self.serial, self.run = manifest.serial, manifest.run
 
     def __repr__(self) -> str:
         return f"Checkpoint({os.fspath(self.path)!r}, step={self.step}, world_size={self.world_size})"
@@ -87,6 +107,21 @@ class Checkpoint:
             KeyError: No such tensor exists.
             ValueError: Several ranks stored a tensor of that name, and `rank` is None.
         """
+        try:
+            loaded = self.read(names, rank=rank)
+        except CheckpointError as error:
+            self.record_load(0, str(error))
+            raise
+        self.record_load(sum(tensor.nbytes for tensor in loaded.values()))
+        return loaded
+
+    def record_load(self, nbytes: int, result: str = "ok") -> None:
+        """Appends a load of some bytes to the audit log, if there is one."""
+        if self._audit is not None:
+            self._audit.append("load", self.path, self.step, nbytes, self.key_id, result)
+
+    def read(self, names: Iterable[str] | None = None, *, rank: int | None = None) -> dict[str, Tensor]:
+        """Reads tensors as `load` does, and leaves the line of the audit log to the caller: see `record_load`."""
         wanted = None if names is None else list(dict.fromkeys(names))
         owners: dict[str, _Part] = {}
         for part in self._opened(rank):
@@ -105,19 +140,24 @@ class Checkpoint:
         return loaded if wanted is None else {name: loaded[name] for name in wanted}
 
     def verify(self) -> list[Fault]:
-        """Reads all files again and compares every checksum.
+        """Reads all files again and compares every checksum, and with keys every authentication tag.
 
         Returns:
             One fault per damaged chunk or file; empty if all bytes are as they were written.
         """
         try:
-            Checkpoint(self.path)
+            Checkpoint(self.path, self._encryption)
         except DamagedError as error:
             return [error.fault]
         return [fault for part in self._parts for fault in part.verify()]
 
     def _opened(self, rank: int | None) -> list[_Part]:
         """Returns the part of a rank; None: all parts."""
+        if self.key_id is not None and self._encryption is None:
+            raise EncryptionError(
+                f"{self.path} is encrypted with the key {self.key_id}, and no key was given: pass `encryption`, or "
+                "--key-file or --key-env on the command line"
+            )
         if rank is not None and not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank}, expected 0 to {self.world_size - 1}: {self.path} has {self.world_size}")
         return self._parts if rank is None else [self._parts[rank]]
@@ -130,9 +170,9 @@ class Checkpoint:
 
 
 class _Part:
-    """The record of one rank and the tensors of its file: `entries` by name."""
+    """The record of one rank and the tensors of its file: `entries` by name, none if no key was given."""
 
-    def __init__(self, folder: Path, files: RankFiles) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, files: RankFiles, encryption: Encryption | None) -> None:
         data = _read_bytes(folder, files.record)
         found = hexadecimal(_C.crc32c(data))
         if len(data) != files.record_bytes or found != files.record_crc32c:
@@ -142,23 +182,33 @@ class _Part:
                 f"it has {len(data)} bytes and the CRC32C {found}, expected {files.record_bytes} bytes and "
                 f"{files.record_crc32c}",
             )
-        self._folder, blamed = folder, files.record
+        is_encrypted = manifest.protection is not None
+        self._folder, self._cipher, header, blamed = folder, None, None, files.record
         try:
-            self.record = record = unseal(data, Record)
-            if record.file != files.file:
+            record = unseal(data, Record)
+            if (record.protection is not None) != is_encrypted or record.file != files.file:
                 raise ValueError("it is not the record that the manifest means")
-            blamed = record.file
+            if is_encrypted:  # A plain manifest has been accepted before.
+                self._cipher = _cipher(folder, record.protection, record.file, encryption)
+            hidden = json.loads(reveal(data, self._cipher)) if self._cipher is not None else None
+            if record.checkpoint != (manifest.checkpoint if is_encrypted else "") or len(record.tags) != (
+                len(record.chunks) if is_encrypted else 0
+            ):
+                raise ValueError("it belongs to another checkpoint")
             try:
                 size = (folder / record.file).stat().st_size
             except OSError as error:
                 raise DamagedError(folder, record.file, f"it cannot be read: {error.strerror}") from error
             if size != record.file_bytes:
                 raise DamagedError(folder, record.file, f"it has {size} bytes, expected {record.file_bytes}")
-            header = _read_bytes(folder, record.file, record.header_bytes)
-            if (found := hexadecimal(_C.crc32c(header))) != record.header_crc32c:
-                problem = f"its header has the CRC32C {found}, expected {record.header_crc32c}"
-                raise DamagedError(folder, record.file, problem, chunk=0)
-            self.entries = decode_header(header)
+            if hidden is not None:
+                record, header = replace(record, state=hidden["state"]), base64.b64decode(hidden["header"])
+            elif not is_encrypted:
+                blamed, header = record.file, _read_bytes(folder, record.file, record.header_bytes)
+                if (found := hexadecimal(_C.crc32c(header))) != record.header_crc32c:
+                    problem = f"its header has the CRC32C {found}, expected {record.header_crc32c}"
+                    raise DamagedError(folder, record.file, problem, chunk=0)
+            self.record, self.entries = record, {} if header is None else decode_header(header)
         except ValueError as error:
             raise DamagedError(folder, blamed, str(error)) from error
 
@@ -187,29 +237,54 @@ class _Part:
 
     def _read(self, chunks: Iterable[int], targets: list[tuple[int, Tensor]]) -> list[Fault]:
         """Reads chunks into targets, given by their first byte in the file. Returns the faults of chunks."""
+        if self._cipher is None:
+            bad = self._read_stored(list(chunks), targets, _READ_THREADS)
+        else:
+            with ThreadPoolExecutor(_READ_THREADS, "drivetrain-decrypt") as threads:
+                decrypted = threads.map(lambda chunk: self._decrypt(chunk, targets), chunks)
+                bad = [problem for problems in decrypted for problem in problems]
+
+        def names_in(chunk: int) -> tuple[str, ...]:
+            return tuple(name for name, entry in self.entries.items() if chunk in _chunks_of(entry))
+
+        return [Fault(self.record.file, names_in(chunk), chunk, problem) for chunk, problem in bad]
+
+    def _decrypt(self, chunk: int, targets: list[tuple[int, Tensor]]) -> list[tuple[int, str]]:
+        assert self._cipher is not None
+        record, begin = self.record, chunk * CHUNK_BYTES
+        size = min(CHUNK_BYTES, record.file_bytes - begin)
+        sealed = torch.empty(size + TAG_BYTES, dtype=torch.uint8, device="cpu")
+        if bad := self._read_stored([chunk], [(begin, sealed[:size])], 1):
+            return bad
+        try:
+            opened = self._cipher.unseal_chunk(record.checkpoint, chunk, record.file_bytes, sealed, record.tags[chunk])
+        except ValueError as error:
+            return [(chunk, str(error))]
+        for at, tensor in targets:
+            first, last = max(begin, at), min(begin + size, at + tensor.nbytes)
+            if first < last:
+                ctypes.memmove(tensor.data_ptr() + first - at, opened.data_ptr() + first - begin, last - first)
+        return []
+
+    def _read_stored(
+        self, chunks: list[int], targets: list[tuple[int, Tensor]], num_threads: int
+    ) -> list[tuple[int, str]]:
         expected, path = self.record.chunks, self._folder / self.record.file
-        wanted = list(chunks)
         bad = _C.read_chunks(
             path=os.fspath(path),
             file_bytes=self.record.file_bytes,
-            chunks=wanted,
-            expected=[int(expected[chunk], 16) for chunk in wanted],
+            chunks=chunks,
+            expected=[int(expected[chunk], 16) for chunk in chunks],
             begins=[begin for begin, _ in targets],
             tensors=[tensor for _, tensor in targets],
-            num_threads=_READ_THREADS,
+            num_threads=num_threads,
             timeout_s=_LONGEST_READ_S,
         )
         if bad is None:
             raise CheckpointError(
                 f"{path} was not read within {_LONGEST_READ_S:g} s: the disk is slow or does not answer. Check it."
             )
-
-        def fault(chunk: int, checksum: int) -> Fault:
-            names = tuple(name for name, entry in self.entries.items() if chunk in _chunks_of(entry))
-            problem = f"its CRC32C is {hexadecimal(checksum)}, expected {expected[chunk]}"
-            return Fault(self.record.file, names, chunk, problem)
-
-        return [fault(*one) for one in bad]
+        return [(chunk, f"its CRC32C is {hexadecimal(found)}, expected {expected[chunk]}") for chunk, found in bad]
 
 
 class DamagedError(CheckpointError):
@@ -221,15 +296,18 @@ class DamagedError(CheckpointError):
         self.fault = Fault(file, (), chunk, problem)
 
 
-def find_checkpoints(directory: Path) -> Iterator[Checkpoint | CheckpointError]:
+def find_checkpoints(
+    directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
+) -> Iterator[Checkpoint | CheckpointError]:
     """Yields each checkpoint of a directory, or why its metadata cannot be trusted, in the order of steps."""
     for folder in sorted(_folders(directory), key=lambda folder: step_of(folder.name) or 0):
         try:
-            yield Checkpoint(folder)
+            yield Checkpoint(folder, encryption, audit)
         except CheckpointError as error:
             if not folder.exists():
                 continue  # a training that keeps only the newest ones has deleted it meanwhile
-            yield error if isinstance(error, DamagedError) else DamagedError(folder, MANIFEST, str(error))
+            is_plain = not isinstance(error, DamagedError | EncryptionError)
+            yield DamagedError(folder, MANIFEST, str(error)) if is_plain else error
 
 
 class Survey(NamedTuple):
@@ -239,21 +317,34 @@ class Survey(NamedTuple):
     damaged: list[DamagedError]
 
 
-def survey(directory: Path) -> Survey:
+def survey(directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None) -> Survey:
     """Examines the metadata of all checkpoints of a directory."""
     try:
-        found = list(find_checkpoints(directory))
+        found = list(find_checkpoints(directory, None, audit))
     except OSError as error:
         raise CheckpointError(
             f"{directory} cannot be read: {error}. Check the path and whether it is mounted."
         ) from error
     complete = sorted((one for one in found if isinstance(one, Checkpoint)), key=lambda one: one.serial)
-    return Survey(complete, [one for one in found if isinstance(one, DamagedError)])
+    damaged = [one for one in found if isinstance(one, DamagedError)]
+    if encryption is None:
+        return Survey(complete, damaged)
+    opened: list[Checkpoint] = []
+    for checkpoint in reversed(complete):
+        try:
+            opened.insert(0, Checkpoint(checkpoint.path, encryption, audit))
+        except CheckpointError as error:
+            if not opened and isinstance(error, EncryptionError):
+                raise  # a missing key of the newest must not bring back an older state silently
+            _logger.warning("a checkpoint is passed over: %s", error)
+    return Survey(opened, damaged)
 
 
-def complete_checkpoints(directory: Path) -> list[Checkpoint]:
+def complete_checkpoints(
+    directory: Path, encryption: Encryption | None = None, audit: AuditLog | None = None
+) -> list[Checkpoint]:
     """Returns the complete checkpoints that `survey` finds, and logs why it passes over others."""
-    found = survey(directory)
+    found = survey(directory, encryption, audit)
     for error in found.damaged:
         _logger.warning("a checkpoint is passed over: %s", error)
     return found.complete
@@ -264,7 +355,7 @@ def manifests(directory: Path) -> list[Manifest]:
     found = []
     for folder in _folders(directory):
         with contextlib.suppress(CheckpointError):
-            found.append(_read_manifest(folder))
+            found.append(_read_manifest(folder, None))
     return found
 
 
@@ -284,12 +375,28 @@ def _read_bytes(folder: Path, file: str, size: int | None = None) -> bytes:
         raise DamagedError(folder, file, f"it cannot be read: {error.strerror}") from error
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path, encryption: Encryption | None) -> Manifest:
     data = _read_bytes(folder, MANIFEST)
     try:
         manifest = unseal(data, Manifest)
+        if (cipher := _cipher(folder, manifest.protection, MANIFEST, encryption)) is not None:
+            reveal(data, cipher)
         if step_of(folder.name) not in (None, manifest.step):
             raise ValueError(f"it is of step {manifest.step}: the folder was renamed")
     except ValueError as error:
         raise DamagedError(folder, MANIFEST, str(error)) from error
     return manifest
+
+
+def _cipher(folder: Path, protection: Protection | None, file: str, encryption: Encryption | None) -> FileCipher | None:
+    """Returns what decrypts a file; None if it is plain, or if only checksums can be compared."""
+    if encryption is None:
+        return None
+    if protection is not None:
+        return encryption.cipher_of(protection, file)
+    if not encryption.accept_plain:
+        raise EncryptionError(
+            f"{folder} is not encrypted, and anyone could have written it: pass accept_plain=True to Encryption, or "
+            "--accept-plain on the command line, to read it nevertheless"
+        )
+    return None

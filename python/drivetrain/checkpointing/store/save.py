@@ -34,6 +34,7 @@ class Save:
     Attributes:
         step: The step that is saved.
         nbytes: Bytes of this rank's file, header included.
+        copy_s: Seconds from `Store.save` until the last tensor was copied; None before.
         write_s: Seconds from `Store.save` until this rank's file was durable; None before.
     """
 
@@ -43,24 +44,34 @@ class Save:
         tensors: Mapping[str, Tensor],
         state: JSON,
         *,
+        is_encrypted: bool,
         ready: Callable[[float], None] | None,
+        open_checkpoint: Callable[[Path], Checkpoint],
+        progress: Callable[[], str],
     ) -> None:
         self.step = step
         self.write_s: float | None = None
         self._began = time.monotonic()
-        self._state = state
+        self._state, self._is_encrypted = state, is_encrypted
         self._header, self._tensors = encode_header(tensors)  # in the order of their data, until they are copied
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
         self._snapshot: Snapshot | None = None
         self._copy_began, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
+        self._key_id: str | None = None  # of the key that encrypts
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
         self._ready = ready  # waits until the tensors have their values
+        self._open, self._progress = open_checkpoint, progress
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self.done() else "in progress"
         return f"<Save of step {self.step}: {state}>"
+
+    @property
+    def copy_s(self) -> float | None:
+        """Seconds from `Store.save` until the last tensor was copied; None before."""
+        return self._snapshot.copy_seconds if self._snapshot else None
 
     def wait_copied(self, timeout: float = LONGEST_WAIT_S) -> None:
         """Waits until the tensors may change again.
@@ -78,7 +89,7 @@ class Save:
         if not began:
             raise CheckpointError(
                 f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "
-                "or the machine is overloaded. Save less often, or raise `timeout`."
+                f"or the machine is overloaded{self._progress()}. Save less often, or raise `timeout`."
             )
 
     def done(self) -> bool:
@@ -99,19 +110,21 @@ class Save:
             CheckpointError: The save failed, and the message says why; or it did not end in time.
         """
         if not self._ended.wait(timeout):
-            raise CheckpointError(f"step {self.step} was not saved within {timeout:g} s: it is still being written")
+            raise CheckpointError(
+                f"step {self.step} was not saved within {timeout:g} s: it is still being written{self._progress()}"
+            )
         if self._error is not None:
             raise self._error
         assert self._path is not None
         if self._checkpoint is None:
-            self._checkpoint = Checkpoint(self._path)
+            self._checkpoint = self._open(self._path)
         return self._checkpoint
 
     # The store calls the rest.
 
     def _begin_copy(self, slab: Slab) -> None:
         try:
-            self._snapshot = Snapshot(slab, self._header, [tensor.contiguous() for tensor in self._tensors])
+            self._snapshot = Snapshot(slab, self._header, self._tensors, replaces_chunks=self._is_encrypted)
         except (MemoryError, OSError, RuntimeError) as error:
             self._error = error
         self._tensors = []  # the snapshot keeps each tensor until it is copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -13,11 +14,15 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..._C import Slab
+from ...frames import place_of
 from . import directory as disk
+from .audit import AuditLog
 from .commit import Writer, describe
 from .coordinator import Coordinator
+from .encryption import Encryption
 from .errors import CheckpointError
-from .layout import check_tensors
+from .identity import Origin
+from .layout import check_tensors, step_name
 from .manifest import JSON, copy_json
 from .reading import Checkpoint, Survey, complete_checkpoints, survey
 from .save import LONGEST_WAIT_S, Save
@@ -39,6 +44,8 @@ class Store:
         keep: Number of checkpoints to keep; None keeps all. Older ones are deleted once a newer one is complete.
         timeout: Limit in seconds on every wait for a disk or for another rank.
         lock_timeout: Seconds to wait for a process that holds the directory, such as one that is being killed.
+        encryption: Encrypts new checkpoints, and decrypts old ones; None writes plain files.
+        audit: A file that gets a line of JSON for each save, load and deletion; None writes none.
 
     Raises:
         CheckpointError: Another process uses the directory.
@@ -51,6 +58,8 @@ class Store:
         rank: This rank.
         world_size: Number of ranks.
         on_complete: Is called in the store's thread with the path of each complete checkpoint, on rank 0.
+        is_held: Returns whether the checkpoint at a path must stay.
+        origin: The run that the next checkpoints belong to.
     """
 
     def __init__(
@@ -63,13 +72,15 @@ class Store:
         keep: int | None = 3,
         timeout: float = LONGEST_WAIT_S,
         lock_timeout: float = 5.0,
+        encryption: Encryption | None = None,
+        audit: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, expected 0 to world_size - 1, which is {world_size - 1}")
         if "://" in os.fspath(directory):
             raise ValueError(
-                f"directory is {directory!r}, expected a folder of this host. Save into one, and pass on_complete to "
-                "Checkpointer to upload each checkpoint"
+                f"directory is {directory!r}, expected a folder of this host. Save into one, and pass "
+                f"tiers=[Remote({directory!r})] to Checkpointer to upload each checkpoint"
             )
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1, or None to keep all")
@@ -94,13 +105,18 @@ class Store:
         self.world_size = world_size
         self._keep = keep
         self._lock_timeout_s, self._timeout_s = lock_timeout, timeout
-        self._writer = Writer(self.directory, coordinator, timeout)
+        self._encryption = encryption
+        self._audit = None if audit is None else AuditLog(audit, rank)
+        self._writer = Writer(self.directory, coordinator, timeout, encryption)
         self._coordinator = coordinator
-        self.on_complete: Callable[[Path], object] = lambda _: None
+        self.on_complete: Callable[[Path], None] = lambda _: None
+        self.is_held: Callable[[Path], bool] = lambda _: False
+        self.origin = Origin()
         self._announced = self._count = 0  # calls of `announce` and `save`
         self._slab = Slab()
         # The interpreter waits for its thread when it exits, so that the last save completes.
         self._executor = ThreadPoolExecutor(1, "drivetrain-checkpoint")
+        self._thread: threading.Thread | None = None
         self._last: Save | None = None
         self._pending: list[Future[None]] = []  # the last save with all that follows it
         self._is_closed = False
@@ -156,7 +172,10 @@ class Store:
                 step,
                 tensors,
                 copy_json(state),
+                is_encrypted=self._encryption is not None,
                 ready=ready,
+                open_checkpoint=lambda path: Checkpoint(path, self._encryption, self._audit),
+                progress=self._progress,
             )
         except (TypeError, ValueError) as error:
             self._writer.refuse(index, step, CheckpointError(str(error)))
@@ -171,12 +190,13 @@ class Store:
 
         Raises:
             CheckpointError: The directory cannot be read.
+            EncryptionError: The key of the newest one is missing, or it is plain although it must not be.
         """
-        return complete_checkpoints(self.directory)
+        return complete_checkpoints(self.directory, self._encryption, self._audit)
 
     def survey(self) -> Survey:
         """Returns the complete checkpoints and the errors of damaged ones; raises what `checkpoints` raises."""
-        return survey(self.directory)
+        return survey(self.directory, self._encryption, self._audit)
 
     def latest(self) -> Checkpoint | None:
         """Returns the newest complete checkpoint whose metadata holds; None if there is none.
@@ -199,11 +219,16 @@ class Store:
         if wait(self._pending, timeout).not_done:
             raise CheckpointError(
                 f"{self.directory}: a save was not complete within {timeout:g} s: it is still being written"
+                f"{self._progress()}"
             )
         self._executor.shutdown()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def abandon(self) -> None:
+        """Makes saves in progress fail instead of waiting for other ranks, which may have died."""
+        self._coordinator.abandon()
 
     def announce(self, call: str) -> Callable[[], str | None]:
         """Notes that this rank makes a call that all ranks must make.
@@ -228,16 +253,16 @@ class Store:
 
     def _run(self, index: int, save: Save) -> None:
         """Writes a save, and deletes old ones; runs in the store's thread."""
-        path, error = None, None
+        self._thread, path, error = threading.current_thread(), None, None
         try:
             path = self._write(index, save)
         except BaseException as caught:
             error = caught
+        if self._audit is not None:
+            place, result = path or self.directory / step_name(save.step), "ok" if error is None else str(error)
+            self._audit.append("save", place, save.step, save.nbytes, save._key_id, result)
         if path is not None and self.rank == 0:
-            try:
-                self.on_complete(path)
-            except Exception as caught:  # the user's code may raise anything, and the checkpoint is complete
-                _logger.error("on_complete has failed for %s: %s: %s", path, type(caught).__name__, caught)
+            self.on_complete(path)
         save._end(path, error)
         if path is not None and self.rank == 0:
             self._delete_old()
@@ -256,11 +281,16 @@ class Store:
             except Exception as error:
                 self._writer.refuse(index, save.step, error)
                 raise
-            return self._writer.write(index, save)
+            return self._writer.write(index, save, self.origin)
         except Exception as error:
             raise CheckpointError(
                 f"step {save.step} was not saved to {self.directory}: {describe(error)} Older checkpoints are unharmed."
             ) from (error.__cause__ if isinstance(error, CheckpointError) else error)
+
+    def _progress(self) -> str:
+        """Returns where the writing thread is, for the message of a wait that took too long."""
+        thread = self._thread
+        return "" if thread is None else f"; the thread that writes is at {place_of(thread)}"
 
     def _prepare(self) -> None:
         """Locks the directory on rank 0 if it is not locked, or if another one was mounted in its place."""
@@ -280,8 +310,13 @@ class Store:
         if self._keep is None:
             return
         try:
+            # Checkpoints whose keys were dropped are old as well.
             for checkpoint in complete_checkpoints(self.directory)[: -self._keep]:
+                if self.is_held(checkpoint.path):
+                    continue
                 self._remove(disk.retire(checkpoint.path))
+                if self._audit is not None:
+                    self._audit.append("delete", checkpoint.path, checkpoint.step, checkpoint.nbytes, checkpoint.key_id)
         except (CheckpointError, OSError) as error:
             _logger.warning("an old checkpoint in %s was not deleted: %s", self.directory, error)
 

@@ -67,7 +67,7 @@ fake-cuda-defects: ## reintroduce known defects one at a time, and check that th
 faults: $(STAMPS)/built ## run 100 rounds of every fault: ranks that die, stop, skip a step, bring another model (an hour)
 	PYTHONPATH=tests $(PYTHON) -m faults $(ARGS)
 
-doctor-faults: $(STAMPS)/built ## inject 16 faults that the doctor must name, examine 32 simulated hosts, and 50 healthy runs (8 minutes)
+doctor-faults: $(STAMPS)/built ## inject 18 faults that the doctor must name, examine 32 simulated hosts, and 50 healthy runs (8 minutes)
 	PYTHONPATH=tests $(PYTHON) -m doctor_faults $(ARGS)
 
 cluster: $(STAMPS)/test-tools ## train over torchrun, SLURM and Ray on this machine (5 minutes; SLURM needs its Debian packages and root)

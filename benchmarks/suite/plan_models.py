@@ -6,6 +6,8 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -76,6 +78,18 @@ def measured_peak(case: Case, steps: int = 2) -> int:
         for _ in range(steps):
             case.step()
     return sum(before.values()) + peak_of(profiled)[0]
+
+
+def measured_seconds(case: Case, steps: int, warm_up: int = 2, least_s: float = 0.0) -> float:
+    """Returns the median seconds of steps: of so many, and of more until `least_s` seconds are over."""
+    for _ in range(warm_up):
+        case.step()
+    times: list[float] = []
+    while len(times) < steps or sum(times) < least_s:
+        begin = time.perf_counter()
+        case.step()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def _of(name: str, model: nn.Module, batch: tuple[Tensor, ...], loss: Callable[[], Tensor], **how: object) -> Case:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,7 @@ def test_a_slow_rank_is_named() -> None:
 # ---- Several hosts, as network namespaces.
 
 
-def test_a_host_whose_name_means_loopback(tmp_path: Path) -> None:
+def test_a_host_whose_name_means_loopback_and_a_slow_link(tmp_path: Path) -> None:
     with simulated_hosts(2) as hosts:
         # Nothing resolves the names of these hosts: gloo then takes the loopback interface. The limit is short, because
         # the ranks wait for it where they cannot reach each other.
@@ -208,9 +209,15 @@ def test_a_host_whose_name_means_loopback(tmp_path: Path) -> None:
         cure = f"export GLOO_SOCKET_IFNAME={INTERFACE} on host-"
         assert report.named("network", "does not reach rank", cure), report.alarms()
 
+        # The queue is short, so that it drops packets also where a busy machine sends slowly.
+        faults.shape(hosts, 1, "rate", "40mbit", "burst", "64kb", "latency", "10ms")
         report = examine(faults.on_hosts(hosts))
         assert report.status_of("network") == report.status_of("all-reduce") == "PASS"
         assert "2 host(s)" in report.text_of("network")
+        assert report.status_of("links") == "WARN"
+        # The full queue drops packets of both directions, as a link with a defect does.
+        assert "on host-0" in report.text_of("links")
+        assert "on host-1" in report.text_of("links")
 
 
 def test_hosts_with_ipv6_alone() -> None:
@@ -227,28 +234,41 @@ ADDRESSES = [Address(f"host-{rank // 2}", f"10.0.0.{rank // 2 + 1}", 5000 + rank
 
 
 def healthy() -> dict[int, list[Probe]]:
-    return {rank: [*map(Probe, network.peers_of(rank, 8))] for rank in range(8)}
+    probes = {}
+    for rank in range(8):
+        first, *others = network.peers_of(rank, 8)
+        probes[rank] = [Probe(first, bytes_per_s=(100 + rank) * 2.0**20), *map(Probe, others)]
+    return probes
 
 
 def test_healthy_probes_pass() -> None:
-    assert network.judge(ADDRESSES, healthy()).status == "PASS"
+    assert [finding.status for finding in network.judge(ADDRESSES, healthy())] == ["PASS", "PASS"]
 
 
 def test_a_closed_port_names_the_pair_and_the_firewall() -> None:
     probes = healthy()
     probes[2][3] = Probe(probes[2][3].peer, error="Connection timed out")
-    judged(
-        network.judge(ADDRESSES, probes),
-        "FAIL",
-        "1 of 56 connections fail; rank 2 on host-1 does not reach rank 6",
-        "firewalls",
-    )
+    reach, *_ = network.judge(ADDRESSES, probes)
+    judged(reach, "FAIL", "1 of 56 connections fail; rank 2 on host-1 does not reach rank 6", "firewalls")
+
+
+def test_a_lossy_and_a_slow_link_are_named() -> None:
+    probes = healthy()
+    probes[5][0] = Probe(6, bytes_per_s=90e6, lost=0.05)
+    *_, links = network.judge(ADDRESSES, probes)
+    judged(links, "WARN", "rank 5 on host-2 to rank 6 on host-3 sends 5.0% of its packets again", "cable")
+    probes[5][0] = Probe(6, bytes_per_s=10 * 2.0**20)
+    *_, links = network.judge(ADDRESSES, probes)
+    judged(links, "WARN", "carries 10 MiB/s, the median link 103 MiB/s", "cable")
+    one_host = [replace(address, host="host-0") for address in ADDRESSES]
+    judged(network.judge(one_host, probes)[1], "--", "all ranks are on one host", "")
 
 
 def test_a_rank_that_does_not_report_its_connections_is_named() -> None:
     probes = healthy()
     del probes[3]
-    judged(network.judge(ADDRESSES, probes), "FAIL", "rank 3 on host-1 has not reported", "--timeout")
+    reach, *_ = network.judge(ADDRESSES, probes)
+    judged(reach, "FAIL", "rank 3 on host-1 has not reported", "--timeout")
 
 
 def test_a_master_whose_first_address_does_not_answer() -> None:
@@ -275,4 +295,5 @@ def test_many_ranks_connect_to_a_few_that_link_all_of_them() -> None:
     for world_size in (2, 3, 64, 65, 1000):
         peers = [network.peers_of(rank, world_size) for rank in range(world_size)]
         assert all(rank not in of_rank and len(set(of_rank)) == len(of_rank) for rank, of_rank in enumerate(peers))
+        assert all(of_rank[0] == (rank + 1) % world_size for rank, of_rank in enumerate(peers))
         assert max(map(len, peers)) <= max(63, 10)

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from faults.hosts import Hosts
 
-from .faults import FAULTS, on_hosts
+from .faults import FAULTS, on_hosts, shape
 from .launch import Start, examine, ranks
 
 _ONE_HOST_S, _MANY_HOSTS_S = 30, 120
-_LEAST_NAMED = 16
-_CASES = ("healthy", "one host spoils sums")  # of many hosts
+_LEAST_NAMED = 18
+_CASES = ("healthy", "one host spoils sums", "slow link")  # of many hosts
 
 Row = dict[str, Any]  # what, whether the answer is right, seconds, and their limit
 
@@ -95,23 +95,36 @@ def _faults(names: Sequence[str], console: Console) -> list[Row]:
 
 
 def _many_hosts(count: int, cases: Sequence[str], console: Console) -> list[Row]:
-    """Examines as many hosts: healthy, and with a host that spoils sums.
+    """Examines as many hosts: healthy, with a host that spoils sums, and with a slow link.
 
-    Their ranks share the cores of one machine, so that their speeds are made up.
+    Their ranks share the cores of one machine. So they measure links in turns, and their speeds are made up.
     """
     spoiled = count - 3
-    same_speeds = "from drivetrain.cli import speed\nspeed.flops_per_s = lambda: 1e11\n"
+    # The better one of two measures counts, and no loss: other processes delay packets until TCP sends them again.
+    in_turns = (
+        "import fcntl\nfrom dataclasses import replace\nfrom drivetrain.cli import network, speed\n"
+        "speed.flops_per_s = lambda: 1e11\nmeasure = network.measure_link\n"
+        "def in_turn(*link):\n"
+        f"    with open({__file__!r}) as file:\n"
+        "        fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "        both = [measure(*link) for _ in range(2)]\n"
+        "        return replace(max(both, key=lambda probe: probe.bytes_per_s), lost=0.0)\n"
+        "network.measure_link = in_turn\n"
+    )
     spoils = (
         "from drivetrain.cli import collectives\n"
         f"plain = collectives.values_of\ncollectives.values_of = lambda rank_, n: plain(rank_, n) + (rank == {spoiled})"
     )
     expected_of = {
         "one host spoils sums": ("all-reduce", f"it works without host-{spoiled}", "out of service"),
+        "slow link": ("links", f"rank {spoiled} on host-{spoiled}", "check cable"),
     }
     rows = []
     with Hosts(count) as hosts:
         for case in cases:
-            change = same_speeds + (spoils if case == "one host spoils sums" else "")
+            if case == "slow link":
+                shape(hosts, spoiled, "rate", "20mbit", "burst", "256kb", "limit", "64mb")
+            change = in_turns + (spoils if case == "one host spoils sums" else "")
             report = examine(on_hosts(hosts, change, ["--timeout", "60"]))
             is_right = report.named(*expected_of[case]) if case in expected_of else not report.alarms()
             rows.append(_row(f"{count} hosts: {case}", is_right, report.seconds, _MANY_HOSTS_S))

@@ -1,4 +1,4 @@
-"""Defines the 16 faults: each injects one, and returns the report, and the check, text and cure that must name it."""
+"""Defines the 18 faults: each injects one, and returns the report, and the check, text and cure that must name it."""
 
 from __future__ import annotations
 
@@ -136,6 +136,26 @@ def on_hosts(
     return starts
 
 
+def shape(hosts: Hosts, index: int, *how: str) -> None:
+    """Shapes what a host sends with a token bucket."""
+    command = ["tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *how]
+    subprocess.run(["ip", "netns", "exec", hosts.names[index], *command], check=True, capture_output=True, timeout=30)
+
+
+def slow_link() -> Named:
+    """With the bucket's queue so long that nothing is lost."""
+    with Hosts(3) as hosts:
+        shape(hosts, 1, "rate", "60mbit", "burst", "256kb", "limit", "64mb")
+        return examine(on_hosts(hosts)), "links", "rank 1 on host-1 to rank 2 on host-2 carries", "check cable"
+
+
+def lossy_link() -> Named:
+    """The bucket's queue is short, so that it drops packets."""
+    with Hosts(3) as hosts:
+        shape(hosts, 1, "rate", "200mbit", "burst", "64kb", "limit", "70kb")
+        return examine(on_hosts(hosts)), "links", "of its packets again", "check cable, switch port and MTU"
+
+
 def low_ulimit() -> Named:
     return examine([Start(shell="ulimit -n 256")]), "limits", "256 open files are allowed", "ulimit -n 65536"
 
@@ -183,6 +203,8 @@ FAULTS: dict[str, Callable[[], Named]] = {
         read_only_directory,
         swallowed_sigterm,
         slow_rank,
+        slow_link,
+        lossy_link,
         low_ulimit,
         no_driver,
         bogus_variable,

@@ -1,4 +1,4 @@
-"""Tests `drivetrain monitor` and `drivetrain run --monitor`, and what a terminal and a file show."""
+"""Tests `drivetrain monitor` and `drivetrain run --monitor`, and what a terminal, a file and a notebook show."""
 
 from __future__ import annotations
 
@@ -220,6 +220,18 @@ def test_a_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, batches: int
     assert " · 40.0 ms · 200 samples/s" in shown
     assert "\x1b[" in shown
     assert ("━" in shown) == (batches > 0)
+
+
+@pytest.mark.parametrize("batches", [0, 10])
+def test_a_bar_in_a_notebook(batches: int) -> None:
+    pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
+    progress = Progress("notebook")
+    progress.take(step_event(1, 0.032), (5, batches))
+    progress.close()
+    cell: Any = progress._cell
+    assert cell.text.value == progress.text()
+    assert (cell.bar.value, cell.bar.max) == ((5, 10) if batches else (1, 1))
+    assert (cell.bar.layout.display == "none") == (not batches)
 
 
 def test_a_summary_shows_itself(recorded: Path) -> None:

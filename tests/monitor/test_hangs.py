@@ -1,8 +1,12 @@
-"""Tests that a rank that stands still reports its phase, file and line."""
+"""Tests that a rank that stands still reports its phase, file and line, and that a signal prints stacks."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +80,55 @@ def test_standing_ranks_report_their_phase_and_line(on_ranks: Callable[..., list
     assert re.search(r"in the phase 'waiting for data' at \S*polling\.py:", stuck.text)
     assert f"line {line}, in late_batches" in stuck.stack
     assert {"step", "rank", "phase", "where", "seconds", "text", "stack"} <= set(events[-1])
+
+
+def ask_for_stacks(folder: Path) -> str:
+    """Rank 1 holds Python's lock inside of a C function, and rank 0 asks for its stacks, which go to its stderr."""
+    model, rank, flag, printed = make_model(), dist.get_rank(), folder / "held", folder / "stderr"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def hold_the_lock() -> None:
+        before = os.dup(2)
+        with printed.open("w") as file:
+            os.dup2(file.fileno(), 2)
+        signal.alarm(WAIT_S)  # ends the process if no request comes
+        (folder / "draft").write_text(str(os.getpid()))
+        (folder / "draft").rename(flag)
+        ctypes.PyDLL(None).pause()  # returns after the handler of a signal
+        signal.alarm(0)
+        os.dup2(before, 2)
+        os.close(before)
+
+    with Monitor(model, optimizer, progress=False) as monitor:
+        for inputs, targets in monitor(make_batches(1)):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            if rank == 1:
+                hold_the_lock()
+            else:
+                wait_until(flag.exists, "held lock", WAIT_S)
+                time.sleep(0.05)
+                os.kill(int(flag.read_text()), hangs.STACKS_SIGNAL)
+    return printed.read_text() if rank == 1 else ""
+
+
+def test_a_signal_prints_the_stacks_also_while_a_call_holds_pythons_lock(
+    on_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    _, text = on_ranks(ask_for_stacks, tmp_path)
+    assert "in hold_the_lock" in text
+    assert "in ask_for_stacks" in text
+
+
+def test_a_signal_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangs, "STACKS_SIGNAL", signal.SIGUSR2)
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        hangs.print_stacks_on_request()
+        assert not faulthandler.unregister(signal.SIGUSR2)
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 # ---- The rule, by a clock of the test.

@@ -57,6 +57,7 @@ def test_every_rank_has_its_file(tmp_path: Path) -> None:
     (sink,) = make_sinks([f"jsonl:{tmp_path}/a.jsonl"], rank=3)
     assert isinstance(sink, JSONL)
     assert sink.path.name == "a.rank3.jsonl"
+    assert make_sinks([f"tensorboard:{tmp_path}"], rank=1) == []
 
 
 def test_a_line_under_way_is_left_out_and_others_are_refused(tmp_path: Path) -> None:
@@ -234,6 +235,23 @@ def test_a_missing_package_is_named() -> None:
         require("no-such", "the sink x", "no_such_package")
     with pytest.raises(ImportError, match=r"the sink x needs the package no-such, .*: pip install no-such"):
         require("no-such", "the sink x", "no_such_package.inside")
+
+
+# ---- TensorBoard.
+
+
+# TensorBoard's own reader uses what its dependencies have deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    run([f"tensorboard:{tmp_path}/tb", kept := Kept()])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "tb"))
+    found.Reload()
+    assert {"step/milliseconds", "phase/data_ms", "phase/backward_ms"} <= set(found.Tags()["scalars"])
+    shown = found.Scalars("step/milliseconds")
+    assert [one.step for one in shown] == list(range(1, 9))
+    assert [one.value for one in shown] == pytest.approx([1e3 * step["wall_s"] for step in kept.steps()], rel=1e-5)
 
 
 # ---- Prometheus.

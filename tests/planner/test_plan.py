@@ -1,7 +1,8 @@
-"""Tests times, formats, prices and questions of plans."""
+"""Tests times, formats, prices, questions and comparisons of plans."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from bisect import bisect_right
@@ -14,8 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import drivetrain
+from drivetrain.planner import calibrate as calibration
+from drivetrain.planner.compare import compare, table
 from drivetrain.planner.cost import Run, price_run, with_interruptions
 from drivetrain.planner.devices import device_names
 from drivetrain.planner.questions import largest
@@ -117,6 +121,66 @@ def test_flops_are_those_of_the_formula() -> None:
     model = nn.Linear(64, 32, bias=False)
     plan = drivetrain.plan(model, lambda: model(torch.ones(16, 64)).sum().backward(), device="a100")
     assert plan.time.flops == 2 * (2 * 16 * 64 * 32)  # forward, and the gradient of the weights
+
+
+def test_calibration_measures_every_operation_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    planned = drivetrain.plan(model, lambda: model(torch.ones(8, 32)).sum().backward(), device="cpu")
+    timed = planned.calibrated(600.0)
+    assert timed.calibration is not None
+    assert timed.device.is_calibrated
+    cache = calibration.cache_path()
+    assert cache.is_relative_to(tmp_path)
+    before = cache.read_text()
+    again = planned.calibrated(0.0)  # no time to measure: everything comes from the cache
+    assert again.calibration is not None
+    assert again.calibration.seconds == timed.calibration.seconds
+    assert cache.read_text() == before
+    refined = timed.refine(2 * timed.time.step_s)
+    assert refined.time.step_s == pytest.approx(2 * timed.time.step_s)
+    assert planned.calibrated(0.0).time.step_s == pytest.approx(refined.time.step_s)
+    with pytest.raises(ValueError, match="leave it out"):
+        drivetrain.plan(model, lambda: None, device="h100", calibrate=True)
+
+
+def test_a_slow_figure_leaves_time_for_the_operations() -> None:
+    """Some processors take two seconds for a product in bfloat16."""
+    now = [0.0]
+
+    def call() -> None:
+        now[0] += 2.0
+
+    assert calibration._median(call, clock=lambda: now[0]) == 2.0
+    assert now[0] == 2.0
+
+
+def test_recurrent_layers_of_onednn_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their backward pass would crash on a made-up workspace."""
+    monkeypatch.setattr(calibration, "_figures", dict)
+    model = nn.LSTM(8, 8)
+    planned = drivetrain.plan(model, lambda: model(torch.ones(7, 4, 8))[0].sum().backward(), device="cpu")
+    timed = planned.calibrated(600.0, tmp_path / "cache.json")
+    backward = next(op for op in timed.trace.last_step() if op.name == "aten::mkldnn_rnn_layer_backward")
+    assert timed.calibration is not None
+    assert backward.signature not in timed.calibration.seconds
+    assert timed.time.backward_s > 0
+
+
+def test_a_correction_is_of_one_way_to_train_a_model() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def key(batch: int = 8, autocast: bool = False, checkpointed: bool = False) -> str:
+        def step() -> None:
+            x = torch.ones(batch, 32)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            out.sum().backward()
+
+        return calibration.fingerprint(drivetrain.plan(model, step, device="cpu").trace)
+
+    assert key() == key(batch=16)
+    assert len({key(), key(autocast=True), key(checkpointed=True)}) == 3
 
 
 # ---- Questions.
@@ -259,7 +323,34 @@ def test_wrong_prices_are_named(prices: dict[str, object], message: str) -> None
         price_run(prices, "h100", 1, 1.0, 0, Run(10_000))
 
 
-# ---- Pictures, and bad input.
+# ---- Comparison, pictures, and bad input.
+
+
+def test_compare_reads_the_monitors_record(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.ones(4, 8)] * 6
+
+    def step() -> None:
+        model(batches[0]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record = tmp_path / "run.jsonl"
+    with drivetrain.Monitor(model, optimizer, to=[f"jsonl:{record}"], progress=False) as monitor:
+        for _ in monitor(batches):
+            step()
+    plan = drivetrain.plan(model, step, device="cpu", batch=4)
+    found = {each.what: each for each in compare(plan, record)}
+    assert found["step"].measured > 0
+    assert found["step"].predicted == pytest.approx(1e3 * plan.time.step_s)
+    assert {"forward", "backward", "samples per second and rank"} <= found.keys()
+    assert "error" in table(list(found.values()))
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    record.write_text("".join(json.dumps(event) + "\n" for event in events if event["type"] != "step"))
+    with pytest.raises(ValueError, match="no step to compare"):
+        compare(plan, record)
 
 
 def test_picture(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +383,7 @@ def test_picture(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"master_bits": 16, "optimizer": "AdamW"}, "master_bits is 16, expected one of None, 32, 24"),
         ({"budget": -1}, "budget is -1, expected a number of bytes"),
         ({"device": None}, "device is None, expected one of"),
+        ({"device": "cpu", "calibrate": -3}, "calibrate is -3, expected True, False or a number"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:

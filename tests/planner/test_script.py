@@ -47,6 +47,16 @@ STEP_OF_TWO = "    if step % 2 == 1:\n        optimizer.step()\n        optimize
 NUM_PARAMETERS = 256 * 512 + 512 + 512 * 16 + 16
 
 
+@pytest.fixture(scope="module")
+def measured_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder for caches, whose calibration has figures of this machine; to measure them takes seconds."""
+    folder = tmp_path_factory.mktemp("cache")
+    code = "from drivetrain.planner import calibrate as c; c._write(c.cache_path(), {'figures': {}})"
+    done = ran(folder, "-c", code, XDG_CACHE_HOME=str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 def planned(folder: Path, *arguments: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
     return ran(folder, "-m", "drivetrain", "plan", "--json", "plan.json", *arguments)
@@ -170,7 +180,9 @@ def test_options_may_follow_the_script(tmp_path: Path) -> None:
         (["--plot", "plan.gif", "train.py"], "expected a name that ends in .svg or .png"),
         (["--plot", "nowhere/plan.svg", "train.py"], "--plot is nowhere/plan.svg, and there is no folder"),
         (["--price", "prices.toml", "--steps", "9", "train.py"], "--price is prices.toml, which is no file"),
+        (["--calibrate", "train.py"], "--calibrate measures this machine's CPU, and --gpu is h100"),
         (["--price", "train.py", "--steps", "9", "train.py"], "train.py is not TOML"),
+        (["--compare", "run.jsonl", "train.py"], "--compare is run.jsonl, which is no file"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -229,3 +241,88 @@ def test_memory_of_numpy_is_not_torchs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         peaks.append(json.loads((tmp_path / "plan.json").read_text())["peak_bytes"])
     assert peaks[0] == peaks[1]
+
+
+SLOW_DATA = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.randn(200)
+
+model = nn.Linear(200, 200)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for index, x in enumerate(DataLoader(Slow(), num_workers=1)):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    open(f"{index}.txt", "w").write(f"{loss.item()}")
+"""
+
+
+def test_calibration_runs_the_script_with_its_own_loaders(
+    measured_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(measured_machine))
+    done = planned(tmp_path, "--gpu", "cpu", "--calibrate", "train.py", script=SLOW_DATA)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())["step_s"] > 0.04  # it waits for the worker
+    assert "rest, as measured" in done.stdout
+    assert not list(tmp_path.glob("*.txt"))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("assert loss.item() == 1, 'no ones'", "train.py raised AssertionError on real values: no ones"),
+        ("import os; loss.item() == 1 or os._exit(7)", "train.py has ended its process with exit code 7"),
+    ],
+)
+def test_calibration_says_why_a_script_is_not_measured(
+    measured_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, why: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(measured_machine))
+    script = SLOW_DATA.replace("    loss.b", f"    {line}\n    loss.b")
+    done = planned(tmp_path, "--gpu", "cpu", "--calibrate", "train.py", script=script)
+    assert done.returncode == 0, done.stderr
+    assert "leaves out loaders and Python, because no iteration was measured" in done.stdout
+    assert why in done.stdout
+
+
+def test_a_measured_script_is_ended_in_time(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOW_DATA.replace("    loss.b", "    time.sleep(900)\n    loss.b"))
+    code = "from drivetrain.planner.script import measure_script; measure_script('train.py', period=1, seconds=2.0)"
+    done = ran(tmp_path, "-c", code)
+    assert "PlanError: train.py has made 0 optimizer steps in 2 s, too few to measure an iteration" in done.stderr
+
+
+def test_a_measured_script_gets_the_planned_batch_on_the_cpu(tmp_path: Path) -> None:
+    """A GPU of this machine must not make the iterations of a plan for the CPU faster."""
+    pytest.importorskip("torchdata")
+    (tmp_path / "train.py").write_text("""
+import os
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+assert not torch.cuda.is_available() and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+model = nn.Linear(20, 20)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for kind in (DataLoader, StatefulDataLoader):
+    for (x,) in kind(TensorDataset(torch.randn(20, 20)), batch_size=2):
+        assert x.shape == (5, 20), x.shape
+        model(x).square().mean().backward()
+        optimizer.step()
+""")
+    code = "from drivetrain.planner.script import measure_script; print(measure_script('train.py', period=1, batch=5))"
+    done = ran(tmp_path, "-c", code, CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0

@@ -1,4 +1,4 @@
-"""Tests for `drivetrain doctor` whether ranks reach each other.
+"""Tests the connections between ranks for `drivetrain doctor`: reachability, bandwidth and lost packets.
 
 Every rank listens on a TCP port of its own, as gloo's ranks do, and connects to the others before any collective. It
 takes IPv4 and IPv6.
@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
+import struct
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from drivetrain.cli.finding import Finding, fail, passed
+from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
 from drivetrain.cli.launch import joined, listen
 from drivetrain.cli.machine import interface_addresses
-from drivetrain.ddp.sockets import address_towards
+from drivetrain.ddp.sockets import address_towards, receive
 
 _CONNECT_S = 3.0
 _FULL_MATRIX = 64  # ranks up to which every rank connects to every other one
 _PEERS = 16  # to which a rank of more connects, at distances 1, 2, 4 and so on
+_SENT = 2**24  # bytes that the bandwidth's test sends to the next rank
+_BLOCK = bytes(2**18)
+_ARRIVED = b"a"
+_SLOW_LINK = 0.25  # of the median link's bandwidth
+_LOSS_LIMIT = 0.01  # of all segments
+_SEGMENTS = slice(100, 140)  # tcpi_total_retrans ... tcpi_segs_out in Linux's struct tcp_info
 
 
 @dataclass(frozen=True)
@@ -48,10 +57,14 @@ class Probe:
     Attributes:
         peer: The other rank.
         error: The reason why it could not be reached; "" if it could.
+        bytes_per_s: Bandwidth to it; 0 where it was not measured.
+        lost: Share of segments that had to be sent again.
     """
 
     peer: int
     error: str = ""
+    bytes_per_s: float = 0.0
+    lost: float = 0.0
 
 
 class Listener:
@@ -76,7 +89,18 @@ class Listener:
     def _serve(self) -> None:
         with suppress(OSError):  # the block has ended
             while True:
-                self._socket.accept()[0].close()
+                connection, _ = self._socket.accept()
+                threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Answers with a byte after all that is announced has arrived."""
+    with connection, suppress(OSError):  # the other rank reports it
+        connection.settimeout(4 * _CONNECT_S)
+        left = _SENT
+        while left > 0 and (block := connection.recv(min(left, len(_BLOCK)))):
+            left -= len(block)
+        connection.sendall(_ARRIVED)
 
 
 def advertised_address() -> str:
@@ -92,7 +116,7 @@ def advertised_address() -> str:
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
-    """Returns the ranks that a rank connects to."""
+    """Returns the ranks that a rank connects to, the next one first."""
     if world_size <= _FULL_MATRIX:
         return [(rank + distance) % world_size for distance in range(1, world_size)]
     distances = [1 << power for power in range(_PEERS) if 1 << power < world_size]
@@ -100,9 +124,17 @@ def peers_of(rank: int, world_size: int) -> list[int]:
 
 
 def probe_peers(rank: int, addresses: Sequence[Address]) -> list[Probe]:
-    """Connects to other ranks."""
+    """Connects to other ranks, the next one first. If that is on another host, measures the link.
+
+    Inside of a host, the other work of its cores decides the bandwidth.
+    """
+    peers = peers_of(rank, len(addresses))
     with ThreadPoolExecutor(max_workers=16) as pool:
-        return list(pool.map(lambda peer: _probe(peer, addresses[peer]), peers_of(rank, len(addresses))))
+        probes = list(pool.map(lambda peer: _probe(peer, addresses[peer]), peers))
+    following = addresses[peers[0]]
+    if not probes[0].error and following.host != addresses[rank].host:
+        probes[0] = measure_link(probes[0], following)
+    return probes
 
 
 def _probe(peer: int, theirs: Address) -> Probe:
@@ -113,13 +145,34 @@ def _probe(peer: int, theirs: Address) -> Probe:
         return Probe(peer, error=error.strerror or str(error))
 
 
-def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
-    """Turns the probes of all ranks into a finding.
+def measure_link(probe: Probe, where: Address) -> Probe:
+    """Adds bandwidth and loss to a probe. A link that ends meanwhile becomes the probe's error."""
+    try:
+        with socket.create_connection((where.address, where.port), _CONNECT_S) as connection:
+            connection.settimeout(4 * _CONNECT_S)
+            start = time.monotonic()
+            for _ in range(_SENT // len(_BLOCK)):
+                connection.sendall(_BLOCK)
+            receive(connection, 1)
+            seconds = time.monotonic() - start
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)[_SEGMENTS]
+            resent, sent = struct.unpack_from("I", info, 0)[0], struct.unpack_from("I", info, 36)[0]
+    except OSError as error:
+        return Probe(probe.peer, error=f"the link broke or was too slow for {_SENT >> 20} MiB ({error})")
+    return replace(probe, bytes_per_s=_SENT / seconds, lost=resent / max(sent, 1))
+
+
+def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> list[Finding]:
+    """Turns the probes of all ranks into findings.
 
     Args:
         addresses: The address on which each rank listens, by rank.
         found: The probes of each rank that has reported.
     """
+    return [_judge_reach(addresses, found), _judge_links(addresses, found)]
+
+
+def _judge_reach(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
     count = sum(len(probes) for probes in found.values())
     hosts = len({where.host for where in addresses})
     silent = [rank for rank in range(len(addresses)) if rank not in found]
@@ -144,3 +197,30 @@ def judge(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) ->
             "NCCL_SOCKET_IFNAME=<the interface between the hosts>"
         )
     return fail("network", text, cure)
+
+
+def _judge_links(addresses: Sequence[Address], found: Mapping[int, Sequence[Probe]]) -> Finding:
+    if len({where.host for where in addresses}) == 1:
+        return not_applicable("links", "all ranks are on one host")
+    links = {(rank, probe.peer): probe for rank, probes in found.items() for probe in probes if probe.bytes_per_s}
+    if not links:
+        return warn("links", "no bandwidth could be measured", "repair the network first")
+
+    def name(link: tuple[int, int]) -> str:
+        rank, peer = link
+        return f"rank {rank} on {addresses[rank].host} to rank {peer} on {addresses[peer].host}"
+
+    lossy = max(links, key=lambda link: links[link].lost)
+    if links[lossy].lost > _LOSS_LIMIT:
+        text = f"{name(lossy)} sends {links[lossy].lost:.1%} of its packets again"
+        return warn("links", text, "check cable, switch port and MTU of the two hosts")
+    typical = statistics.median_high(probe.bytes_per_s for probe in links.values())
+    slow = min(links, key=lambda link: links[link].bytes_per_s)
+    if links[slow].bytes_per_s < _SLOW_LINK * typical:
+        text = f"{name(slow)} carries {_rate(links[slow].bytes_per_s)}, the median link {_rate(typical)}"
+        return warn("links", text, "check cable, switch port, duplex and other traffic of the two hosts")
+    return passed("links", f"{_rate(links[slow].bytes_per_s)} or more by TCP between hosts")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 2**20:,.0f} MiB/s"

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..planner.devices import Device
     from ..planner.result import Plan
+    from ..planner.trace import StepTrace
 
 _PROCESS_S = 600  # limit of the plan of one batch size
 _SAME_NAMES = ("shard", "accumulate", "state_bits", "master_bits", "release", "expandable")  # as of Options
@@ -55,9 +57,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--release", action="store_true", help="free each gradient in backward")
     parser.add_argument("--expandable", action="store_true", help="use expandable segments of CUDA's allocator")
     parser.add_argument("--devices", type=Path, metavar="FILE", help="TOML file with more devices")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="with --gpu cpu: measure operations and the script's iterations here, for a minute at most",
+    )
     parser.add_argument("--price", type=Path, metavar="FILE", help="TOML file with your prices")
     parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps of the run, for its time and price")
     parser.add_argument("--questions", action="store_true", help="also say what fits, and which options help")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="JSONL file of drivetrain.Monitor: print the errors"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory over the step as .svg or .png")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
 
@@ -83,7 +93,8 @@ def _check_files(args: argparse.Namespace) -> None:
 
     Raises:
         OSError: A file that is read is missing, or the folder of one that is written.
-        ValueError: --price lacks --steps, a price is wrong, or a plot's name has another suffix.
+        ValueError: --price lacks --steps, a price is wrong, a plot's name has another suffix, or --calibrate is not for
+            the CPU.
     """
     from ..planner.cost import read_prices
     from ..planner.devices import device_of
@@ -92,7 +103,7 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError("--price needs --steps, the number of optimizer steps of the run")
     if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
         raise ValueError(f"--plot is {args.plot}, expected a name that ends in .svg or .png")
-    for option in ("price", "devices"):
+    for option in ("price", "compare", "devices"):
         path = getattr(args, option)
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"--{option} is {path}, which is no file")
@@ -101,12 +112,14 @@ def _check_files(args: argparse.Namespace) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise FileNotFoundError(f"--{option} is {path}, and there is no folder {path.absolute().parent}")
     device = device_of(args.gpu, args.devices)
+    if args.calibrate and device.kind != "cpu":
+        raise ValueError(f"--calibrate measures this machine's CPU, and --gpu is {args.gpu}: leave it out")
     if args.price is not None:
         read_prices(args.price, device.key)
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    """Plans the script."""
+def _plan(args: argparse.Namespace, measures: bool = True) -> Plan:
+    """Plans the script. `measures` lets a calibration run it on real values as well."""
     from ..memory import bytes_of
     from ..planner.devices import device_of
     from ..planner.options import Options
@@ -124,12 +137,37 @@ def _plan(args: argparse.Namespace) -> Plan:
     trace = trace_script(
         args.script, args.arguments, device_kind=device.kind, batch=args.batch, world_size=options.world_size
     )
-    return Plan.of(trace, device, options, batch=trace.samples or None, devices=args.devices)
+    calibration = None
+    if args.calibrate:
+        step_s = _iteration_s(trace, device, args) if measures else None
+        alone = Plan.of(trace, device, Options()).calibrated()
+        calibration = (alone if step_s is None else alone.refine(step_s)).calibration
+    return Plan.of(trace, device, options, batch=trace.samples or None, calibration=calibration, devices=args.devices)
+
+
+def _iteration_s(trace: StepTrace, device: Device, args: argparse.Namespace) -> float | None:
+    """Returns the seconds of the script's iteration on real values; None, and a note why, if it cannot be measured."""
+    from ..memory import host_memory
+    from ..planner.options import Options
+    from ..planner.result import Plan
+    from ..planner.script import ScriptError, forked, measure_script
+    from ..planner.tracer import PlanError
+
+    try:
+        # In forks, before this process computes: a fork cannot use threads that its parent has started.
+        needed = forked(args.script, lambda _: Plan.of(trace, device, Options()).memory.total)
+        assert isinstance(needed, int)
+        if needed > host_memory().usable:
+            raise PlanError("it needs more memory than is free")
+        return measure_script(args.script, args.arguments, period=trace.optimizer_steps, batch=args.batch)
+    except (PlanError, ScriptError) as error:
+        trace.notes.append(f"the calibration leaves out loaders and Python, because no iteration was measured: {error}")
+        return None
 
 
 def needed_bytes(args: argparse.Namespace) -> int:
     """Returns the bytes that a rank needs, of the plan that the arguments ask for."""
-    return _plan(args).memory.total
+    return _plan(args, measures=False).memory.total
 
 
 def _largest_batch(plan: Plan, args: argparse.Namespace) -> str:
@@ -197,6 +235,10 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
             for price in plan.price(args.price, Run(args.steps))
         ]
         print("\n" + text_table(("tariff", "hours", "device hours", "price"), rows))
+    if args.compare is not None:
+        from ..planner.compare import compare, table
+
+        print("\n" + table(compare(plan, args.compare)))
     if args.plot is not None:
         plan.plot(args.plot)
         print(f"\nwrote {args.plot}")

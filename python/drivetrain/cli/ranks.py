@@ -193,7 +193,7 @@ class Meeting:
         self._store.set("addresses", json.dumps(addresses))  # once for all ranks
         answers = self._ask("probe", cards, limit_s=2 * self._timeout_s)
         found = {rank: [network.Probe(**probe) for probe in probes] for rank, probes in answers.items()}
-        findings.append(network.judge([network.Address(**address) for address in addresses], found))
+        findings += network.judge([network.Address(**address) for address in addresses], found)
         findings.append(self._all_reduce(hosts, "gloo"))
         if why_not := _why_no_nccl(cards):
             findings.append(not_applicable("nccl-reduce", f"NCCL cannot run here: {why_not}"))

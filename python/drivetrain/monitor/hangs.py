@@ -1,7 +1,9 @@
-"""Notices that this rank stands still, and says in which phase, file and line."""
+"""Notices that this rank stands still, and says in which phase, file and line. A signal prints its stacks."""
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from ..phases import LABELS, PHASES
 
 LIMIT_S = 20.0
 _TIMES_THE_LONGEST = 3  # a phase that has taken longer before gets as many times that
+STACKS_SIGNAL = signal.SIGRTMAX - 1  # programs rarely use the real-time signals
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,13 @@ class HangWatch:
             where, stack = users_line(frames), "".join(traceback.format_stack(frames[0]))
         text = f"rank {self._rank} has stood still for {quiet_s:.0f} s in step {step}"
         return Hang(phase, where, quiet_s, f"{text}, in the phase {LABELS[phase]!r} at {where}", stack)
+
+
+def print_stacks_on_request() -> None:
+    """Lets this process answer `kill -RTMAX-1` by the stacks of all threads on stderr, until its end.
+
+    faulthandler answers from C, and so also while a call holds Python's lock or waits for another rank. A handler of
+    the script's own stays.
+    """
+    if signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
+        faulthandler.register(STACKS_SIGNAL, 2, all_threads=True)

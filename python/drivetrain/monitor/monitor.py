@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import sys
@@ -20,7 +21,7 @@ from ..phases import span
 from .advice import Setup
 from .collector import OUTSIDE, Collector
 from .flops import FlopCount, obstacle_to_counting, peak_flops
-from .hangs import LIMIT_S, Hang, HangWatch
+from .hangs import LIMIT_S, Hang, HangWatch, print_stacks_on_request
 from .hooks import Batches, attach, first_dimension
 from .progress import Progress
 from .sinks import make_sinks
@@ -52,8 +53,9 @@ class Monitor:
         flops: "auto" counts the floating-point operations of the second step, which takes longer, for MFU and HFU. A
             number is taken as a sample's, without recomputation. None reports neither.
         peak_flops: Peak FLOP/s of a device, for MFU and HFU. None takes a data sheet's value, where the GPU is known.
-        to: Sinks: "jsonl:FILE", "prometheus:PORT", "prometheus:HOST:PORT", or `Sink` objects.
-        progress: True shows a progress line on rank 0, and the table at the end, on stderr.
+        to: Sinks: "jsonl:FILE", "tensorboard:FOLDER", "prometheus:PORT", "prometheus:HOST:PORT", or
+            `Sink` objects.
+        progress: True shows a progress line on rank 0, and the table at the end; on stderr, or in the notebook.
         report_hang_after: Seconds after which a rank that stands still is reported, or three times what its phase has
             taken before, if that is more. 0 reports none.
         count: Takes a batch and returns its samples, or tokens; None counts the first dimension of its first tensor.
@@ -148,6 +150,7 @@ class Monitor:
             )
             self._stream.send(self._run_event())
             self._attach()
+            print_stacks_on_request()
             _C.trace_step(OUTSIDE)
             self._collector.start()
             self._is_active = True
@@ -184,7 +187,7 @@ class Monitor:
         if self._progress is not None:
             self._progress.close()
             if summary.num_steps:
-                print(summary, file=sys.stderr)
+                self._show(summary)
 
     def __call__(self, loader: Iterable[Any]) -> Batches:
         """Returns an iterable over the loader that marks the waits for batches.
@@ -374,6 +377,13 @@ class Monitor:
             parameters=sum(p.numel() for p in self._model.parameters()) if self._model is not None else None,
             flops_not_counted=self._why_not_counted,
         )
+
+    def _show(self, summary: Summary) -> None:
+        assert self._progress is not None
+        if self._progress.kind == "notebook":
+            importlib.import_module("IPython.display").display(summary)
+        else:
+            print(summary, file=sys.stderr)
 
 
 def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

@@ -1,10 +1,12 @@
-"""Shows the progress of a run: a live bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: a live bar on a terminal, plain lines elsewhere, one updated cell in a notebook."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..phases import LABELS
 from .stream import Event
@@ -21,7 +23,7 @@ _BAR_WIDTH = 12  # characters
 class Progress:
     """Shows one line: a bar where the loader has a length, the step, its time, the rate and the largest phases.
 
-    `kind` is "live" or "lines"; None finds out where the output goes.
+    `kind` is "live", "lines" or "notebook"; None finds out where the output goes.
     """
 
     def __init__(self, kind: str | None = None, file: TextIO | None = None) -> None:
@@ -33,6 +35,7 @@ class Progress:
         self._last: Event | None = None
         self._place = (0, 0)
         self._live: Live | None = None
+        self._cell: _WidgetCell | None = None
 
     def take(self, event: Event, place: tuple[int, int]) -> None:
         """Takes the event of a step, the number of its batch in the epoch, and the number of batches; 0: not known."""
@@ -62,6 +65,9 @@ class Progress:
         self._shown_at = time.monotonic()
         if self.kind == "live":
             self._live_line().update(self._bar_and_text(), refresh=True)
+        elif self.kind == "notebook":
+            self._cell = self._cell or _WidgetCell()
+            self._cell.show(self.text(), *self._place)
         else:
             print(self.text(), file=self._file, flush=True)
 
@@ -92,5 +98,22 @@ class Progress:
         return Text(bar + self.text())
 
 
+class _WidgetCell:
+    """Is the output of a notebook's cell: a bar, and the text."""
+
+    def __init__(self) -> None:
+        widgets: Any = importlib.import_module("ipywidgets")
+        self.bar, self.text = widgets.IntProgress(), widgets.Label()
+        importlib.import_module("IPython.display").display(widgets.HBox([self.bar, self.text]))
+
+    def show(self, text: str, batch: int, batches: int) -> None:
+        self.bar.layout.display = None if batches else "none"
+        self.bar.max, self.bar.value = max(batches, 1), batch
+        self.text.value = text
+
+
 def _kind_of(file: TextIO) -> str:
+    shell = sys.modules.get("IPython")
+    if shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell":
+        return "notebook" if importlib.util.find_spec("ipywidgets") is not None else "lines"
     return "live" if file.isatty() else "lines"

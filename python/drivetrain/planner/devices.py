@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Device:
         link: The link between devices of a host.
         network: The link between hosts, for one device.
         call_s: On a CPU, seconds that Python and autograd add to an operation.
+        is_calibrated: True if figures were measured on this machine.
     """
 
     key: str
@@ -62,6 +64,7 @@ class Device:
     link: Link
     network: Link
     call_s: float = 5e-6
+    is_calibrated: bool = False
 
     def matmul_rate(self, dtype: str) -> float:
         """Returns the achievable FLOP/s of products of a dtype."""
@@ -119,6 +122,11 @@ def device_of(key: str, path: str | os.PathLike[str] | None = None) -> Device:
 
 def _link(entry: dict[str, float]) -> Link:
     return Link(entry["bandwidth"] * entry["share"], entry["latency"])
+
+
+def with_figures(device: Device, figures: dict[str, Any]) -> Device:
+    """Returns the device with measured figures in place of its own."""
+    return dataclasses.replace(device, **figures, is_calibrated=True)
 
 
 def _table(path: str | os.PathLike[str] | None) -> dict[str, Any]:

@@ -163,6 +163,8 @@ class Period:
         trace.num_steps = 2
         batches = sum((Counter(dict(step.batches)) for step in window), Counter[int]())
         trace.period = self._described(window, batches)
+        trace.optimizer_steps = length
+        trace.recorded_steps = max(1, sum(1 for step in window if step.batches) if batches else length)
         if batches:
             number, count = batches.most_common(1)[0]
             loader = self._loaders[number]

@@ -36,6 +36,7 @@ def plan(
     ddp: str = "drivetrain",
     bucket_mib: float = 25.0,
     expandable: bool = False,
+    calibrate: bool | float = False,
     devices: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Predicts the memory and the time of a training step on a device, without weights and without that device.
@@ -70,6 +71,8 @@ def plan(
         ddp: "drivetrain" or "torch": whose DistributedDataParallel runs with more than one rank.
         bucket_mib: MiB of a bucket.
         expandable: The CUDA allocator uses expandable segments.
+        calibrate: For device "cpu": measures the step's operations on this machine for up to 30 seconds, or as many as
+            given. A cache keeps the measurements.
         devices: A TOML file with more devices, in the format of the built-in table.
 
     Returns:
@@ -106,6 +109,10 @@ def plan(
         release=release,
         expandable=expandable,
     )
+    if not isinstance(calibrate, int | float) or not calibrate >= 0:
+        raise ValueError(f"calibrate is {calibrate!r}, expected True, False or a number of seconds")
+    if calibrate and found.kind != "cpu":
+        raise ValueError(f"calibrate measures this machine's CPU, and device is {device!r}: leave it out")
 
     def trace_for(kind: str, other_batch: int | None, other_length: int | None) -> StepTrace:
         from .tracer import trace_steps
@@ -125,4 +132,7 @@ def plan(
 
     trace = trace_for(found.kind, batch, length)
     how = {"batch": batch, "length": length, "optimizer": optimizer, "retrace": trace_for, "devices": devices}
-    return Plan.of(trace, found, options, **how)  # type: ignore[arg-type]
+    made = Plan.of(trace, found, options, **how)  # type: ignore[arg-type]
+    if not calibrate:
+        return made
+    return made.calibrated(30.0 if calibrate is True else float(calibrate))

@@ -28,6 +28,7 @@ from .trace import (
     Category,
     Event,
     OpCall,
+    Operand,
     Phase,
     Signature,
     StepTrace,
@@ -216,6 +217,9 @@ class Recorder(TorchDispatchMode):
         for tensor in given:  # data of the caller
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._blocks:
                 self._existing(tensor, "inputs", -1, _described(tensor))
+        operands = tuple(
+            Operand(self._blocks.get(id(t.untyped_storage()), -1), int(t.storage_offset())) for t in tensors
+        )
         phase, is_recomputation, node = self._where()
         trace.events.append(Event(OP, number))
         writes = []
@@ -250,6 +254,8 @@ class Recorder(TorchDispatchMode):
                 reads=tuple(read for read in reads if read >= 0),
                 writes=tuple(dict.fromkeys(writes)),
                 signature=-1 if is_view else self._signature(func, flat, structure),
+                operands=operands,
+                results=tuple(writes),
             )
         )
 
@@ -401,4 +407,6 @@ def without_copies(trace: StepTrace, accumulations: dict[int, tuple[int, ...]]) 
     for op in trace.ops:
         op.reads = tuple(dict.fromkeys(map(origin, op.reads)))
         op.writes = tuple(dict.fromkeys(map(origin, op.writes)))
+        op.operands = tuple(Operand(origin(operand.block), operand.offset) for operand in op.operands)
+        op.results = tuple(map(origin, op.results))
     return result

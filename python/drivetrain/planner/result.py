@@ -12,8 +12,9 @@ from typing import Any
 from ..notebook import html_table, text_table
 from ..optim.report import lines_about_kept
 from . import questions
+from .calibrate import Calibration, cache_path, calibrate, corrected, fingerprint
 from .cost import Price, Run, price_run
-from .devices import Device
+from .devices import Device, with_figures
 from .formats import kept_32_bits, state_bytes, with_states
 from .memory import MemoryPlan, plan_memory
 from .options import Options, duration, formatted
@@ -39,6 +40,7 @@ class Plan:
         batch: Samples of a micro-batch; None: not given.
         length: Length of a sequence; None: not given.
         recomputation: The recomputation of the budget; None without a budget.
+        calibration: The measurements on this machine; None without a calibration.
     """
 
     trace: StepTrace
@@ -49,6 +51,7 @@ class Plan:
     batch: int | None
     length: int | None
     recomputation: Recomputation | None
+    calibration: Calibration | None
     _asked: dict[str, Any]  # the arguments of `of`
 
     @classmethod
@@ -61,6 +64,7 @@ class Plan:
         batch: int | None = None,
         length: int | None = None,
         optimizer: str | None = None,
+        calibration: Calibration | None = None,
         retrace: _Retrace | None = None,
         devices: str | os.PathLike[str] | None = None,
     ) -> Plan:
@@ -78,14 +82,19 @@ class Plan:
                 )
             sizes = state_bytes(trace.parameters, name, options.state_bits, options.master_bits)
             trace = with_states(trace, sizes, name)
+        measured: dict[int, float] = {}
+        if calibration is not None:
+            device, measured = with_figures(device, calibration.figures), calibration.seconds
         recomputation = None
-        time = plan_time(trace, device, options, batch or 0)
+        plain = plan_time(trace, device, options, batch or 0, measured)
         if options.budget is not None:
-            recomputation = recompute_within(trace, time.op_seconds, options.budget)
-            time = plan_time(trace, device, options, batch or 0, recomputation.seconds)
+            recomputation = recompute_within(trace, plain.op_seconds, options.budget)
+            plain = plan_time(trace, device, options, batch or 0, measured, recomputation.seconds)
+        if calibration is not None:
+            plain.correction = calibration.correction
         workspaces = cpu_workspaces(trace) if device.kind == "cpu" else {}
         memory = plan_memory(trace, device, options, workspaces, recomputation)
-        return cls(trace, device, options, memory, time, batch, length, recomputation, asked)
+        return cls(trace, device, options, memory, plain, batch, length, recomputation, calibration, asked)
 
     def _again(self, **changes: Any) -> Plan:
         """Returns the plan for other arguments of `of`."""
@@ -100,6 +109,21 @@ class Plan:
         """
         return self._again(device=device or self._asked["device"], options=self.options.but(**changes))
 
+    def calibrated(self, seconds: float = 30.0, cache: Path | None = None) -> Plan:
+        """Returns the plan with operations measured on this machine, and with the correction of earlier `refine` calls.
+
+        Args:
+            seconds: The most time that this takes; see `calibrate`.
+            cache: The file of measurements; None: this machine's.
+
+        Raises:
+            ValueError: The plan is not for a CPU.
+        """
+        cache = cache or cache_path()
+        calibration = calibrate(self.trace, self.device, seconds, cache)
+        calibration.correction = corrected(cache, fingerprint(self.trace))
+        return self._again(calibration=calibration)
+
     def sized(self, batch: int | None = None, length: int | None = None) -> Plan:
         """Returns the plan of another batch or length, from another trace.
 
@@ -111,7 +135,7 @@ class Plan:
             raise ValueError("this plan cannot trace its step again, because it was made from a trace")
         batch, length = batch or self.batch, length or self.length
         trace = retrace(self.device.kind, batch, length)
-        return self._again(trace=trace, batch=batch, length=length)
+        return self._again(trace=trace, batch=batch, length=length, calibration=None)
 
     # ---- Questions.
 
@@ -147,6 +171,23 @@ class Plan:
     def price(self, prices: str | os.PathLike[str] | dict[str, Any], run: Run) -> list[Price]:
         """Returns the price of a run under each of the user's tariffs; see `price_run`."""
         return price_run(prices, self.device.key, self.options.world_size, self.time.step_s, self.checkpoint_bytes, run)
+
+    def refine(self, step_s: float) -> Plan:
+        """Returns the plan corrected by measured steps, and keeps the correction for later calibrated plans.
+
+        Args:
+            step_s: Median seconds of measured steps of this plan's batch.
+
+        Raises:
+            ValueError: step_s is not above 0, or the plan is not calibrated.
+        """
+        if not step_s > 0:
+            raise ValueError(f"step_s is {step_s!r}, expected a number above 0")
+        if self.calibration is None:
+            raise ValueError("this plan is not calibrated: call refine() on plan.calibrated()")
+        ratio = self.time.correction * step_s / self.time.step_s
+        self.calibration.correction = corrected(cache_path(), fingerprint(self.trace), ratio)
+        return self.but()
 
     # ---- Figures.
 
@@ -258,6 +299,7 @@ class Plan:
             ("backward", f"{1e3 * time.backward_s:.2f} ms"),
             ("optimizer", f"{1e3 * time.optimizer_s:.2f} ms"),
             ("communication", f"{1e3 * time.communication_s:.2f} ms, {1e3 * time.exposed_s:.2f} ms exposed"),
+            *([("rest, as measured", f"{1e3 * time.rest_s:.2f} ms")] if time.rest_s else []),
             ("step", f"{1e3 * time.step_s:.2f} ms"),
             ("model FLOPs utilization", f"{time.mfu:.1%}"),
         ]

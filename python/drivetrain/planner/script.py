@@ -1,15 +1,21 @@
-"""Plans an unedited training script: runs it with tensors that have no values, until its loop has repeated itself."""
+"""Plans an unedited training script: runs it with tensors that have no values, until its loop has repeated itself.
+
+`measure_script` runs it with values, to measure its iterations on this machine.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import pickle
 import select
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +25,19 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from ..main_script import load_script
 from . import machines, writers
-from .loaders import TORCHDATA, BatchSize, load_in_process
+from .loaders import TORCHDATA, BatchSize, load_in_process, taking_batch
 from .options import formatted
 from .period import Enough, Period
 from .shadow import Shadow
 from .trace import StepTrace
 from .tracer import PlanError, Tracer
 
+_WARM_UP = 3  # iterations of a measured script that do not count
+_MEASURED, _MEASURED_S = 64, 5.0  # iterations and seconds after which the others suffice
 _MOST_CHANGES = 20  # lines about what the script would have done
 
 
@@ -53,6 +62,24 @@ def trace_script(
     """
     result = forked(path, lambda folder: _traced(path, arguments, folder, device_kind, batch, world_size))
     assert isinstance(result, StepTrace)
+    return result
+
+
+def measure_script(
+    path: str, arguments: Sequence[str] = (), *, period: int, batch: int | None = None, seconds: float = 30.0
+) -> float:
+    """Returns the median seconds of a script's iteration, which includes its loaders and all that Python does.
+
+    The script runs as for `trace_script`, but on the CPU's real values and with its own workers, and prints nothing. It
+    is ended after `seconds`. An iteration has `period` calls of optimizers' `step`.
+
+    Raises:
+        PlanError: The script has made fewer than 4 iterations when it ends or the time is up, or ends its process.
+        ScriptError: The script raises an error of its own.
+        OSError: The script cannot be read.
+    """
+    result = forked(path, lambda folder: _measured(path, arguments, folder, period, batch, seconds), 2 * seconds)
+    assert isinstance(result, float)
     return result
 
 
@@ -188,6 +215,57 @@ def _loaded(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
     sys.modules["__main__"] = main
     sys.argv = [path, *arguments]
     return main, code
+
+
+def _measured(
+    path: str, arguments: Sequence[str], folder: str, period: int, batch: int | None, seconds: float
+) -> float:
+    main, code = _loaded(path, arguments)
+    ends: list[float] = []  # of the optimizers' steps
+
+    def stepped(*_: object) -> None:
+        ends.append(time.perf_counter())
+        if len(ends) >= period * _MEASURED and ends[-1] - ends[0] >= _MEASURED_S:
+            raise Enough
+
+    def end(*_: object) -> None:
+        raise Enough
+
+    def give_batch(loader: Any) -> None:
+        loader.__init__ = taking_batch(loader.__init__, BatchSize(batch))
+
+    give_batch(DataLoader)
+    others = {TORCHDATA: lambda module: give_batch(module.StatefulDataLoader)}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is of the CPU
+    register_optimizer_step_post_hook(stepped)
+    multiprocessing.util.get_temp_dir = lambda: folder  # for sockets of loaders' workers
+    shadow = Shadow(folder)
+    with Path(os.devnull).open("w") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        shadow.begin()
+        writers.begin(shadow, others)
+        exec(code, main.__dict__)
+    except (Enough, SystemExit):
+        pass
+    except Exception as error:
+        if len(ends) < period * _MEASURED:
+            raise ScriptError(f"{path} raised {type(error).__name__} on real values: {error}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with shadow.lifted():
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+    whole = ends[_WARM_UP * period :]  # which begin with the end of an iteration
+    times = [end - begin for begin, end in zip(whole, whole[period:], strict=False)]
+    if not times:
+        raise PlanError(
+            f"{path} has made {len(ends)} optimizer steps in {seconds:g} s, too few to measure an iteration"
+        )
+    return statistics.median(times)
 
 
 def _print_traceback(error: BaseException, script: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .devices import Device, Link
@@ -28,6 +28,7 @@ class TimePlan:
         samples: Samples of a rank in a step; 0: not known.
         world_size: Number of ranks.
         op_seconds: Seconds of each operation of the trace.
+        correction: The factor by which measured steps differed from the prediction.
     """
 
     forward_s: float
@@ -40,9 +41,19 @@ class TimePlan:
     samples: int
     world_size: int
     op_seconds: list[float] = field(repr=False)
+    correction: float = 1.0
 
     @property
     def step_s(self) -> float:
+        return self.correction * self._predicted_s
+
+    @property
+    def rest_s(self) -> float:
+        """Time that measured steps take besides the phases, such as loaders; below 0 if they take less."""
+        return (self.correction - 1) * self._predicted_s
+
+    @property
+    def _predicted_s(self) -> float:
         return self.forward_s + self.backward_s + self.optimizer_s + self.exposed_s
 
     @property
@@ -61,13 +72,14 @@ def plan_time(
     device: Device,
     options: Options,
     samples: int = 0,
+    measured: Mapping[int, float] | None = None,
     added_s: float = 0.0,
 ) -> TimePlan:
     """Predicts a step's time, with micro-batches of `samples`.
 
-    Recomputation under a budget adds `added_s` to a micro-batch.
+    Operations may be measured: seconds by signature. Recomputation under a budget adds `added_s` to a micro-batch.
     """
-    seconds = [op_seconds(op, device) for op in trace.ops]
+    seconds = [op_seconds(op, device, measured or {}) for op in trace.ops]
     step = [event.subject for event in trace.events[trace.begin_of_last_step() :] if event.kind == OP]
     spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
     calls = dict.fromkeys(spent, 0)
@@ -101,8 +113,10 @@ def plan_time(
     )
 
 
-def op_seconds(op: OpCall, device: Device) -> float:
-    """Returns the time of one operation by the roofline of its FLOPs and bytes."""
+def op_seconds(op: OpCall, device: Device, measured: Mapping[int, float]) -> float:
+    """Returns the time of one operation: measured, or the roofline of its FLOPs and bytes."""
+    if op.signature in measured:
+        return measured[op.signature] + device.call_s
     if op.num_bytes == 0:
         return device.call_s if device.kind == "cpu" else 0.0
     roofline = max(op.flops / device.matmul_rate(op.dtype), op.num_bytes / device.memory_bandwidth)

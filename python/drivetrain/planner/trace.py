@@ -48,6 +48,13 @@ class TensorSpec(NamedTuple):
     dtype: Any
 
 
+class Operand(NamedTuple):
+    """The position of a tensor argument: its block, -1 for none, and its first element's index there."""
+
+    block: int
+    offset: int
+
+
 class Signature(NamedTuple):
     """An operation and its flattened arguments: TensorSpecs, numbers and other plain values."""
 
@@ -71,6 +78,8 @@ class OpCall:
         reads: Blocks of its arguments.
         writes: Blocks of its results.
         signature: An index into StepTrace.signatures; -1: a view, or an operation that runs natively.
+        operands: The positions of its tensor arguments, in the order of the signature's.
+        results: The block of each tensor that it returns.
     """
 
     name: str
@@ -83,6 +92,8 @@ class OpCall:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     signature: int
+    operands: tuple[Operand, ...] = ()
+    results: tuple[int, ...] = ()
 
 
 @dataclass
@@ -110,6 +121,8 @@ class StepTrace:
         optimizers: Names of the optimizers' classes that stepped.
         notes: Descriptions of the operations that the trace leaves out.
         period: Contents of an iteration of a script's loop, such as "1 batch, 1 step of SGD"; "": no script.
+        optimizer_steps: The calls of optimizers' `step` in such an iteration.
+        recorded_steps: The steps that `drivetrain.Monitor` counts in such an iteration.
         changes: Files, programs and servers that the script would have changed, started or reached.
         samples: Samples that the last step took from a script's DataLoader; 0: not known.
         epoch_samples: Samples of that DataLoader's data set; 0: not known.
@@ -125,6 +138,8 @@ class StepTrace:
     optimizers: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     period: str = ""
+    optimizer_steps: int = 1
+    recorded_steps: int = 1
     changes: list[str] = field(default_factory=list)
     samples: int = 0
     epoch_samples: int = 0

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.utils._pytree import tree_unflatten
 
+from .replay import CALL_ERRORS, fill, on_cpu
 from .trace import Signature, StepTrace, TensorSpec
 
 _aten = torch.ops.aten
-_CALL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)  # of made-up values
 _NOTHING = "6"  # above the highest level of libkineto's messages
 _MOST_FLOPS = 4e9  # of a call; a larger one is measured with two parts of its batch
 _IMAGES = {_aten.convolution.default: (0,), _aten.convolution_backward.default: (0, 1)}  # arguments with a batch
@@ -54,7 +54,7 @@ def _measured(signature: Signature, flops: float) -> int:
         few, many = size // 8, size // 4
         of_few, of_many = (_workspace_of_part(signature, part) for part in (few, many))
         return of_many + (of_many - of_few) * (size - many) // (many - few)
-    except _CALL_ERRORS:
+    except CALL_ERRORS:
         return 0
 
 
@@ -100,11 +100,7 @@ def arguments_for(signature: Signature) -> tuple[Any, dict[str, Any]]:
     """Returns made-up arguments of an operation."""
     rows = next((a.shape[0] for a in signature.arguments if isinstance(a, TensorSpec) and a.shape), 1)
     flat = [
-        _made(argument, rows)
-        if isinstance(argument, TensorSpec)
-        else torch.device("cpu")  # for a trace, devices are the model's
-        if isinstance(argument, torch.device)
-        else argument
+        _made(argument, rows) if isinstance(argument, TensorSpec) else on_cpu(argument)
         for argument in signature.arguments
     ]
     args, kwargs = tree_unflatten(flat, signature.structure)
@@ -115,12 +111,7 @@ def _made(spec: TensorSpec, rows: int) -> Tensor:
     """Returns a tensor of that layout: random values, and indices that are valid for the first argument's rows."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
     storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,))
-    if storage.dtype.is_floating_point:
-        storage.uniform_(0.1, 1.0)
-    elif storage.dtype == torch.bool:
-        storage.bernoulli_(0.5)
-    elif not storage.dtype.is_complex:
-        storage.random_(0, max(1, min(rows, 2)))
+    fill(storage, max(1, min(rows, 2)))
     return tensor
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from ..stream import Sink
 from .jsonl import JSONL
 
-_KINDS = "jsonl:FILE, prometheus:PORT, prometheus:HOST:PORT"
+_KINDS = "jsonl:FILE, tensorboard:FOLDER, prometheus:PORT, prometheus:HOST:PORT"
 
 
 def make_sinks(to: Sequence[str | Sink], rank: int) -> list[Sink]:
     """Builds the sinks of this rank.
 
     Every rank writes its own JSONL, rank N > 0 to FILE with ".rankN" before its suffix, and serves its own metrics.
-    `Sink` objects are used as they are, by every rank.
+    TensorBoard gets rank 0's events alone. `Sink` objects are used as they are, by every rank.
 
     Raises:
         TypeError: `to` is no list, or an element is no string and no `Sink`.
@@ -27,10 +27,10 @@ def make_sinks(to: Sequence[str | Sink], rank: int) -> list[Sink]:
         raise TypeError(f"to is the string {to!r}, expected a list of strings: to=[{to!r}]")
     if not isinstance(to, Iterable):
         raise TypeError(f"to is {to!r}, expected a list of strings and sinks")
-    return [_make(one, rank) for one in to]
+    return [sink for one in to if (sink := _make(one, rank)) is not None]
 
 
-def _make(to: str | Sink, rank: int) -> Sink:
+def _make(to: str | Sink, rank: int) -> Sink | None:
     if isinstance(to, Sink):
         return to
     if not isinstance(to, str):
@@ -46,6 +46,10 @@ def _make(to: str | Sink, rank: int) -> Sink:
         if not port.isdecimal():
             raise ValueError(f"to has {to!r}, expected prometheus:PORT or prometheus:HOST:PORT with a number as port")
         return Prometheus(int(port), host or "127.0.0.1")
+    if target and kind == "tensorboard":
+        from .tensorboard import TensorBoard
+
+        return TensorBoard(target) if rank == 0 else None
     raise ValueError(f"to has {to!r}, expected one of {_KINDS}")
 
 

@@ -13,24 +13,25 @@ class DeclaredOptimizers(griffe.Extension):  # type: ignore[misc]  # griffe's ty
     """Reads optimizer classes from the package itself."""
 
     def on_class(self, *, cls: Any, **_: Any) -> None:
-        """Replaces the docstring of a class, and gives it the constructor with all arguments."""
-        if not cls.path.startswith("drivetrain.optim.") or not any(
-            "follows" in str(each.value) for each in cls.decorators
-        ):
+        """Replaces the docstring of a class, and `**options` by the options."""
+        init = cls.members.get("__init__")
+        if not cls.path.startswith("drivetrain.optim.") or init is None or "options" not in init.parameters:
             return
         found = griffe.dynamic_import(cls.path, [])
         cls.docstring = griffe.Docstring(inspect.cleandoc(found.__doc__), parent=cls, parser="google")
-        kinds = {each.value: each for each in griffe.ParameterKind}
-        init = cls.members.setdefault("__init__", griffe.Function("__init__", parent=cls))
+        kept = [each for each in init.parameters if each.name != "options"]
+        names = {each.name for each in kept}
+        added = [each for each in inspect.signature(found).parameters.values() if each.name not in names]
+        kind = griffe.ParameterKind.keyword_only
         init.parameters = griffe.Parameters(
-            griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword),
+            *kept,
             *(
                 griffe.Parameter(
                     each.name,
                     annotation=inspect.formatannotation(each.annotation),
-                    kind=kinds[each.kind.description],
-                    default=None if each.default is each.empty else repr(each.default),
+                    kind=kind,
+                    default=repr(each.default),
                 )
-                for each in inspect.signature(found).parameters.values()
+                for each in added
             ),
         )

@@ -1,9 +1,12 @@
 """Adafactor: torch's class with the native step."""
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from .base import FusedOptimizer
-from .declaration import follows
+from .declaration import StepOptions, follows
 from .rule import Group, Numbers, Rule, hypers
 
 
@@ -38,3 +41,17 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         ValueError: A hyper-parameter is out of range, as under torch.
         RuntimeError: A step has complex parameters or sparse gradients.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...

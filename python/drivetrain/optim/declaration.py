@@ -6,10 +6,11 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
 
 import torch
+from torch import Tensor
 
 from .base import FusedOptimizer
 from .precision import StateBits
@@ -70,24 +71,16 @@ def follows(rule: Rule) -> Callable[[Class], Class]:
     """Completes a declared class of optimizers.
 
     It gets its rule, the common options, a docstring with every argument, and a step that other classes may borrow as
-    torch's. A class without a constructor takes torch's arguments, and a constructor without a body declares its own.
+    torch's. A constructor without a body passes every argument to the base under its own name.
     """
 
     def describe(cls: Class) -> Class:
         rules[cls] = rule
         ours: Any = cls
-        torchs: Any = torchs_base(cls)
-        declared = vars(ours).get("__init__", torchs.__init__)
-        signature = _with_options(inspect.signature(declared))
-        if declared is torchs.__init__ or not declared.__code__.co_names:  # else it has a body
-            ours.__init__ = _passing_on(declared, signature, rule, is_torchs=declared is torchs.__init__)
-        ours.__init__.__signature__ = signature
-        ours.__init__.__annotations__ = {
-            each.name: each.annotation for each in [*signature.parameters.values()][1:]
-        } | {"return": None}
-        if ours.__doc__ is not None:  # python -OO
-            ours.__doc__ = _documented(ours.__doc__, cls, [*signature.parameters][1:])
-        own_step = ours.step
+        if not ours.__init__.__code__.co_names:  # a declaration, whose body is `...`
+            ours.__init__ = _passing_on(ours.__init__, rule)
+        _add_options(cls)
+        own_step, torchs = ours.step, torchs_base(cls)
 
         @functools.wraps(own_step)
         def step(self: Any, closure: Any = None) -> Any:
@@ -99,34 +92,59 @@ def follows(rule: Rule) -> Callable[[Class], Class]:
     return describe
 
 
-def _with_options(signature: inspect.Signature) -> inspect.Signature:
-    """Returns a constructor's signature with the options that every class has."""
-    parameters = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    return signature.replace(parameters=[*parameters, *_OPTIONS])
+def check_names(constructor: Callable[..., None], options: Mapping[str, object]) -> None:
+    """Raises Python's TypeError if a constructor got an option that does not exist."""
+    for name in options.keys() - StepOptions.__annotations__.keys():
+        raise TypeError(f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}")
 
 
-def _passing_on(
-    declared: Callable[..., None], signature: inspect.Signature, rule: Rule, *, is_torchs: bool
-) -> Callable[..., None]:
-    """Returns a constructor that passes every argument to the base under its own name."""
+def _passing_on(declared: Callable[..., None], rule: Rule) -> Callable[..., None]:
+    declaration = inspect.signature(declared)
 
     @functools.wraps(declared)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            bound = signature.bind(self, *args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{declared.__qualname__}() {error}") from None  # as Python's own
+        declared(self, *args, **kwargs)  # Python's own errors for arguments that do not fit
+        bound = declaration.bind(self, *args, **kwargs)
         bound.apply_defaults()
         hypers = dict(bound.arguments)
         del hypers["self"]
-        params, options = hypers.pop("params"), {name: hypers.pop(name) for name in StepOptions.__annotations__}
+        params, options = hypers.pop("params"), hypers.pop("options")
+        check_names(declared, options)
         # Past the constructor of a base with a rule of its own, as Adam's below AdamW.
-        if is_torchs:
+        if torchs_base(type(self)) is not torch.optim.Optimizer:
             FusedOptimizer.__init__(self, params, **hypers, **options)
-        else:
-            FusedOptimizer.__init__(self, params, {**hypers, **rule.constants}, **options)
+            return
+        _check_arguments(**{name: hypers[name] for name in ("lr", "betas", "weight_decay", "eps") if name in hypers})
+        FusedOptimizer.__init__(self, params, {**hypers, **rule.constants}, **options)
 
     return constructor
+
+
+def _check_arguments(lr: float | Tensor, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:
+    """Raises ValueError, with torch's messages, for arguments out of range."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+def _add_options(cls: type) -> None:
+    """Adds the options to the signature of a class's constructor, and all common arguments to its docstring."""
+    init: Any = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(init)
+    parameters = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters += _OPTIONS
+    init.__signature__ = signature.replace(parameters=parameters)
+    init.__annotations__ = {each.name: each.annotation for each in parameters[1:]} | {"return": None}
+    if cls.__doc__ is not None:  # python -OO
+        cls.__doc__ = _documented(cls.__doc__, cls, [each.name for each in parameters[1:]])
 
 
 def _documented(text: str, cls: type, names: list[str]) -> str:

@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
+from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
+from typing_extensions import Unpack
 
 from .base import FusedOptimizer
-from .declaration import follows
+from .declaration import StepOptions, follows
 from .rule import Group, Rule
 
 NUMBERS = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
@@ -27,6 +29,24 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         amsgrad: Divides by the largest mean of squares so far.
     """
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
+
 
 @follows(Rule(adam_name, NUMBERS))
 class AdamW(Adam, torch.optim.AdamW):
@@ -38,6 +58,23 @@ class AdamW(Adam, torch.optim.AdamW):
         weight_decay: Decoupled weight decay.
         amsgrad: Divides by the largest mean of squares so far.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
 
 
 def _sgd_name(group: Group) -> str:
@@ -62,6 +99,22 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         dampening: Reduces the weight of a gradient in the momentum.
         nesterov: Uses Nesterov's momentum; needs a momentum and no dampening.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
 
 
 def _step_adagrad(optimizer: Any, group: Group, params: list[Tensor]) -> None:
@@ -89,6 +142,22 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         initial_accumulator_value: Value of every sum of squares before the first step.
     """
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
+
 
 def _rmsprop_name(group: Group) -> str:
     centered, momentum = bool(group["centered"]), bool(group["momentum"] > 0)
@@ -104,6 +173,22 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         centered: Divides by the gradients' estimated standard deviation.
     """
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
+
 
 @follows(Rule("adadelta", ("rho", "eps", "weight_decay", "maximize")))
 class Adadelta(FusedOptimizer, torch.optim.Adadelta):
@@ -113,6 +198,21 @@ class Adadelta(FusedOptimizer, torch.optim.Adadelta):
         rho: Decay rate of the means of squares.
         eps: Added to both means before their roots.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        capturable: bool = False,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
 
 
 @follows(Rule("adamax", ("betas", "eps", "weight_decay", "maximize")))
@@ -126,6 +226,21 @@ class Adamax(FusedOptimizer, torch.optim.Adamax):
         eps: Added to the magnitude of each gradient.
     """
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
+
 
 @follows(Rule("radam", NUMBERS))
 class RAdam(FusedOptimizer, torch.optim.RAdam):
@@ -135,6 +250,22 @@ class RAdam(FusedOptimizer, torch.optim.RAdam):
     Args:
         weight_decay: L2 penalty, or decoupled weight decay.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
 
 
 @follows(Rule("nadam", (*NUMBERS, "momentum_decay"), initials={"mu_product": 1.0}))
@@ -147,6 +278,23 @@ class NAdam(FusedOptimizer, torch.optim.NAdam):
         weight_decay: L2 penalty, or decoupled weight decay.
         momentum_decay: Decay of the momentum: its factor in step t is 1 - 0.96**(t * momentum_decay) / 2.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
 
 
 @follows(
@@ -162,6 +310,21 @@ class ASGD(FusedOptimizer, torch.optim.ASGD):
         alpha: Power of the decay of the step size.
         t0: Step after which parameters are averaged.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lambd: float = 1e-4,
+        alpha: float = 0.75,
+        t0: float = 1e6,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
 
 
 @follows(
@@ -182,3 +345,17 @@ class Rprop(FusedOptimizer, torch.optim.Rprop):
         etas: Factors of the step size where the sign of the gradient changes, and where it stays.
         step_sizes: Bounds of the step sizes.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50),
+        *,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None: ...

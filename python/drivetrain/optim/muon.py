@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from . import precision
 from .base import FusedOptimizer
-from .declaration import StepOptions, follows
+from .declaration import StepOptions, check_names, follows
 from .element_wise import NUMBERS, adam_name
 from .engine import Engine
 from .kept import kept_of
@@ -47,7 +47,7 @@ def _numbers(group: Group) -> Numbers:
     Rule(
         lambda group: adam_name(group) if group.get("fallback") else "muon",
         _numbers,
-        gathers=lambda group: not group.get("fallback"),
+        gathers=lambda param, group: not group.get("fallback"),
         also=lambda group: set(_FALLBACK) if group.get("fallback") else set(),
     )
 )
@@ -98,6 +98,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         fallback: dict[str, Any] | None = None,
         **options: Unpack[StepOptions],
     ) -> None:
+        check_names(Muon.__init__, options)
         others: list[Group] = []
         if fallback is not None:
             _check_fallback(fallback)

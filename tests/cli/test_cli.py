@@ -17,7 +17,7 @@ import torch
 
 import drivetrain
 from drivetrain import _C, _build_info
-from drivetrain.cli import main
+from drivetrain.cli import doctor, main
 from drivetrain.cli.doctor import covers, driver_problem
 from ports import free_port
 from warm_python import warm_python
@@ -413,6 +413,15 @@ def test_doctor_under_torchrun_tells_what_differs_and_what_is_wrong_elsewhere(tm
 )
 def test_which_gpus_the_kernels_cover(built: str, capability: tuple[int, int], expected: bool) -> None:
     assert covers(built, capability) is expected
+
+
+def test_a_gpu_that_is_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"device_count": 2, "get_device_name": "Tesla T4", "get_device_capability": (7, 5)}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    finding = doctor._cuda_kernels()
+    assert finding.status == "FAIL"
+    assert "2 x Tesla T4 of compute capability 7.5, but drivetrain's kernels need 8.0" in str(finding)
 
 
 @pytest.mark.parametrize("limit", ["-1", "0", "nan", "soon"])

@@ -122,6 +122,8 @@ ALL_ARCHITECTURES = "80-real;90-real;100-real;120"
         ("'13.0'", [(9, 0), (9, 0)], "auto", "90-real"),
         ("'13.0'", [(9, 0), (8, 0)], "auto", "80-real;90-real"),
         ("'13.0'", [(9, 0), (99, 0)], "auto", ALL_ARCHITECTURES),
+        ("'13.0'", [(7, 5)], "auto", None),
+        ("'13.0'", [(7, 5), (9, 0)], "auto", "90-real"),
     ],
 )
 def test_kernels_are_built_where_torch_has_cuda_and_for_the_gpus_there(

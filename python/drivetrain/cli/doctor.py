@@ -32,6 +32,7 @@ from drivetrain.cli.machine import check_machine
 from drivetrain.cli.ranks import Meeting
 
 _STYLES = {"PASS": "green", "--": "dim", "WARN": "bold yellow", "FAIL": "bold red"}
+_LEAST_CAPABILITY = (8, 0)  # of a GPU, for the kernels
 _REBUILD = "build drivetrain again: pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
@@ -127,6 +128,11 @@ def _cuda() -> Finding:
 def _cuda_kernels() -> Finding:
     devices = range(torch.cuda.device_count())
     found = f"CUDA {torch.version.cuda}, {len(devices)} x {torch.cuda.get_device_name(0)}"
+    capabilities = sorted({torch.cuda.get_device_capability(device) for device in devices})
+    if capabilities[0] < _LEAST_CAPABILITY:
+        least, number = ("{}.{}".format(*one) for one in (_LEAST_CAPABILITY, capabilities[0]))
+        problem = f"{found} of compute capability {number}, but drivetrain's kernels need {least}"
+        return fail("cuda", problem, "use torch's optimizers on this GPU")
     if not _C.has_cuda():
         cure = f"put nvcc on PATH and {_REBUILD}"
         return fail("cuda", f"{found}, but drivetrain was built without CUDA", cure)
@@ -135,7 +141,6 @@ def _cuda_kernels() -> Finding:
             f"install a newer driver, or point CUDACXX at an nvcc of CUDA {torch.version.cuda} or older and {_REBUILD}"
         )
         return fail("cuda", f"{found}, but {problem}", cure)
-    capabilities = sorted({torch.cuda.get_device_capability(device) for device in devices})
     for capability in capabilities:
         if not covers(_build_info.CUDA, capability):
             number = "{}{}".format(*capability)

@@ -95,6 +95,7 @@ def run_captured(device: str) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             optimizer.step()
+            optimizer.float32_value(optimizer.param_groups[0]["params"][0])  # converts with a table in the graph
         graph.replay()
 
 

@@ -17,9 +17,13 @@ void append_bytes(std::vector<char>& bytes, const T* values, size_t count) {
   bytes.insert(bytes.end(), begin, begin + count * sizeof(T));
 }
 
-// Uploads bytes through pinned memory only when they have changed, so that the host never waits. A captured CUDA graph
-// writes its bytes itself, into memory that lives as long as this object. So replays neither read the uploads of later
-// steps nor overwrite bytes that later steps read.
+// Returns the bytes on the device, for one launch on this stream. A captured CUDA graph writes them itself, because its
+// replays come after the memory is freed.
+at::Tensor table_of_launch(const std::vector<char>& bytes, c10::Device device, void* stream);
+
+// Uploads bytes through pinned memory only when they have changed, so that the host waits in captures alone. The table
+// of a captured CUDA graph has memory of its own that lives as long as the graph. So replays neither copy it again nor
+// read the uploads of later steps.
 class DeviceTable {
  public:
   // Returns the copy on the device, for work on this stream.
@@ -29,7 +33,6 @@ class DeviceTable {
   std::vector<char> bytes_;
   void* stream_ = nullptr;
   at::Tensor on_device_;
-  std::vector<at::Tensor> captured_;
 };
 
 }  // namespace drivetrain

@@ -17,6 +17,7 @@ CudaVersions cuda_versions() { return {}; }
 bool is_capturing(void*) { refuse_cuda(); }
 OutsideCaptures::OutsideCaptures() noexcept : mode_before_(0) {}
 OutsideCaptures::~OutsideCaptures() = default;
+void keep_for_graph(void*, KeptForGraph) { refuse_cuda(); }
 void write_cuda(void*, const void*, size_t, void*) { refuse_cuda(); }
 
 }  // namespace drivetrain

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "base/launch_cuda.h"
 #include "base/write_cuda.h"
@@ -37,6 +38,27 @@ bool is_capturing(void* stream) {
 
 OutsideCaptures::OutsideCaptures() noexcept : mode_before_(exchange_capture_mode(cudaStreamCaptureModeRelaxed)) {}
 OutsideCaptures::~OutsideCaptures() { exchange_capture_mode(mode_before_); }
+
+void keep_for_graph(void* stream, KeptForGraph object) {
+  const auto captured = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaGraph_t graph = nullptr;
+#if CUDART_VERSION >= 13000
+  check_cuda(cudaStreamGetCaptureInfo(captured, &status, nullptr, &graph, nullptr, nullptr, nullptr),
+             "cudaStreamGetCaptureInfo");
+#else
+  check_cuda(cudaStreamGetCaptureInfo_v2(captured, &status, nullptr, &graph, nullptr, nullptr),
+             "cudaStreamGetCaptureInfo");
+#endif
+  cudaUserObject_t kept = nullptr;
+  check_cuda(cudaUserObjectCreate(&kept, object.get(), object.get_deleter(), 1, cudaUserObjectNoDestructorSync),
+             "cudaUserObjectCreate");
+  object.release();  // CUDA has it
+  if (const cudaError_t error = cudaGraphRetainUserObject(graph, kept, 1, cudaGraphUserObjectMove)) {
+    static_cast<void>(cudaUserObjectRelease(kept, 1));
+    check_cuda(error, "cudaGraphRetainUserObject");
+  }
+}
 
 void write_cuda(void* to, const void* from, size_t bytes, void* stream) {
   for (size_t begin = 0; begin < bytes; begin += sizeof(LaunchBytes)) {

@@ -1,8 +1,9 @@
-// Declares calls outside of the capture of a CUDA graph, and copies of the host's bytes into a graph. Needs no torch
-// header.
+// Declares calls outside of the capture of a CUDA graph, and what a graph keeps: the host's bytes, and objects. Needs
+// no torch header.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 namespace drivetrain {
 
@@ -21,6 +22,11 @@ class OutsideCaptures {
  private:
   int mode_before_;  // a cudaStreamCaptureMode
 };
+
+// Keeps an object as long as the graph that the stream is being captured into, and the executable graphs made of it.
+// CUDA then calls the deleter on a thread of its own, which may call no CUDA function.
+using KeptForGraph = std::unique_ptr<void, void (*)(void*) noexcept>;
+void keep_for_graph(void* stream, KeptForGraph object);
 
 // Writes host bytes to the device through kernel arguments. A graph stores those, so that no host memory has to outlive
 // it.

@@ -227,9 +227,8 @@ void Conversions::run_on_cuda(const std::vector<Conversion>& jobs, int64_t num_c
   void* const stream = current_stream(device);
   std::vector<char> bytes;
   append_bytes(bytes, jobs.data(), jobs.size());
-  DeviceTable table;  // freed in the array's order, and so after the launch has read it
-  convert_cuda(reinterpret_cast<const Conversion*>(table.hold(bytes, device, stream)),
-               static_cast<int32_t>(jobs.size()), num_chunks, stream);
+  const at::Tensor table = table_of_launch(bytes, device, stream);  // freed in the stream's order, after the launch
+  convert_cuda(static_cast<const Conversion*>(table.data_ptr()), static_cast<int32_t>(jobs.size()), num_chunks, stream);
 }
 
 void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scales) {

@@ -4,6 +4,7 @@ tests/native/cuda_tests.cpp compares the kernels themselves with the CPU's loops
 """
 
 import copy
+import ctypes
 import math
 import pickle
 from collections.abc import Callable
@@ -217,6 +218,35 @@ def test_a_captured_step_is_the_cpus(precision: str, dtype: torch.dtype) -> None
         assert_same_bits(on_cpu, on_device)
     for optimizer in (on_cpu, on_device):  # Both step outside of the graph again.
         optimizer.step()
+    assert_same_bits(on_cpu, on_device)
+
+
+def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    assert torch.version.cuda is not None
+    runtime = ctypes.CDLL("libcudart.so." + torch.version.cuda.split(".")[0])
+    number = ctypes.c_size_t()
+    assert runtime.cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(number)) == 0
+    return number.value
+
+
+@pytest.mark.parametrize("number", [4, 400])
+def test_a_captured_step_copies_no_table(number: int) -> None:
+    """The table of many parameters is copied at the capture, and freed with the graph."""
+    on_cpu, on_device = pair(optim.AdamW, {}, shapes=[(3, 5 + i % 4) for i in range(number)])
+    set_grads(params_of(on_cpu), params_of(on_device))
+    on_device.step()
+    used = []
+    for _ in range(3):
+        graph = None  # the one before
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            on_device.step()
+        assert num_nodes(graph) == 2  # the start and one kernel
+        used.append(torch.cuda.memory_allocated())
+    graph.replay()
+    assert used[1] == used[2]
+    for _ in range(2):
+        on_cpu.step()
     assert_same_bits(on_cpu, on_device)
 
 

@@ -81,14 +81,26 @@ struct Node {
   size_t lane = 0;
 };
 
+// An object that graphs keep.
+struct UserObject {
+  UserObject(void* pointer, cudaHostFn_t destroy) : pointer(pointer), destroy(destroy) {}
+  ~UserObject() { destroy(pointer); }
+  UserObject(const UserObject&) = delete;
+  void* const pointer;
+  const cudaHostFn_t destroy;
+};
+using UserObjects = std::vector<std::shared_ptr<UserObject>>;
+
 struct Graph {
   std::vector<Node> nodes;
   size_t num_lanes = 0;
+  UserObjects kept = {};
 };
 
 struct GraphExec {
   std::vector<Node> nodes;
   std::vector<Stream*> lanes;
+  UserObjects kept;
 };
 
 struct Capture {

@@ -175,7 +175,7 @@ FAKE_CUDA_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* handle,
   const Lock lock(state().mutex);
   const auto* graph = reinterpret_cast<Graph*>(graph_handle);
   if (graph == nullptr || handle == nullptr) return fail(cudaErrorInvalidValue);
-  auto* exec = new GraphExec{graph->nodes, {}};
+  auto* exec = new GraphExec{graph->nodes, {}, graph->kept};
   for (size_t lane = 0; lane < graph->num_lanes; ++lane) {
     auto& free = free_lanes()[{current_device, lane}];
     if (free.empty()) {
@@ -217,8 +217,35 @@ FAKE_CUDA_API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t s
   for (const size_t lane : begun) last.push_back(exec->lanes[lane]->last);
   auto work = std::make_shared<Work>();
   work->name = "a graph's end";
+  work->run = [kept = exec->kept] { return FAKE_CUDA_DONE; };  // until then, as the graph itself may be destroyed
   append(stream, std::move(work), std::move(last));
   return cudaSuccess;
+}
+
+FAKE_CUDA_API cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* pointer, cudaHostFn_t destroy,
+                                               unsigned references, unsigned flags) {
+  if (object == nullptr || destroy == nullptr || references != 1 || flags != cudaUserObjectNoDestructorSync) {
+    return fail(cudaErrorInvalidValue);
+  }
+  *object = reinterpret_cast<cudaUserObject_t>(new std::shared_ptr<UserObject>(new UserObject(pointer, destroy)));
+  return cudaSuccess;
+}
+
+FAKE_CUDA_API cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned references) {
+  if (object == nullptr || references != 1) return fail(cudaErrorInvalidValue);
+  delete reinterpret_cast<std::shared_ptr<UserObject>*>(object);
+  return cudaSuccess;
+}
+
+// The graph takes the caller's only reference (cudaGraphUserObjectMove).
+FAKE_CUDA_API cudaError_t cudaGraphRetainUserObject(cudaGraph_t handle, cudaUserObject_t object, unsigned references,
+                                                    unsigned flags) {
+  auto* graph = reinterpret_cast<Graph*>(handle);
+  if (graph == nullptr || object == nullptr || references != 1 || flags != cudaGraphUserObjectMove) {
+    return fail(cudaErrorInvalidValue);
+  }
+  graph->kept.push_back(*reinterpret_cast<std::shared_ptr<UserObject>*>(object));
+  return cudaUserObjectRelease(object, 1);
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphDestroy(cudaGraph_t handle) {

@@ -57,7 +57,7 @@ BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 5.0  # of the fake's collectives, where none is to fail
 SHORT_TIMEOUT_S = 0.5
 GPU_SCRIPT_TIMEOUT_S = 120
-LATEST = "22809"
+LATEST = "22907"
 
 
 # ---- The fakes.
@@ -142,7 +142,7 @@ def transport_of(model: DDP) -> str:
 def life_of_a_model(fakes: Path) -> list[str]:
     with faked(fakes) as log:
         ours, theirs = pair(make_net(), **SMALL_BUCKETS)
-        assert transport_of(ours) == "nccl 2.28.9, registered window"
+        assert transport_of(ours) == "nccl 2.29.7, registered window"
         step_alike(ours, theirs, steps=3)
         assert len(ours.reducer.buckets()) > 2
         del ours
@@ -431,7 +431,8 @@ def construct(fakes: Path, version: str, fault: str) -> list[str]:
 @pytest.mark.parametrize(
     ("version", "fault", "name", "calls"),
     [
-        ("22809", "no window", "nccl 2.28.9, registered buffer", ["MemAlloc", "WindowRegister", "Register"]),
+        ("22907", "no window", "nccl 2.29.7, registered buffer", ["MemAlloc", "WindowRegister", "Register"]),
+        ("22809", "", "nccl 2.28.9, registered buffer", ["MemAlloc", "Register"]),
         ("22104", "", "nccl 2.21.4, registered buffer", ["MemAlloc", "Register"]),
         ("21805", "", "nccl 2.18.5", []),
     ],
@@ -473,7 +474,7 @@ def construct_in_full_memory(fakes: Path) -> list[str]:
 
 def test_torchs_cache_is_released_for_nccls_memory(on_ranks: OnRanks, fakes: Path) -> None:
     for said, *log in on_ranks(construct_in_full_memory, fakes):
-        assert said == "nccl 2.28.9, registered window"
+        assert said == "nccl 2.29.7, registered window"
         calls = [line.split()[0] for line in log if line.startswith(("Mem", "Window", "Register"))]
         assert calls == ["MemAlloc", "MemAlloc", "WindowRegister"]
 
@@ -505,7 +506,7 @@ import torch, torch.distributed as dist
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], 2), rank=rank, world_size=2)
 import fake_nccl, drivetrain
-comm = fake_nccl.nccl_comm(sys.argv[1] + "/libnccl_22809.so", dist.group.WORLD.group_name, 500.0)
+comm = fake_nccl.nccl_comm(sys.argv[1] + "/libnccl_22907.so", dist.group.WORLD.group_name, 500.0)
 flat = comm.allocate(100003, "cpu")
 flat[-1] = 3
 comm.all_reduce(flat, False)
@@ -538,14 +539,14 @@ def one_rank_without_memory(fakes: Path) -> list[str]:
         warnings.simplefilter("always")
         ours, theirs = pair(make_net(), **SMALL_BUCKETS)
         step_alike(ours, theirs, steps=3)
-        assert transport_of(ours) == "nccl 2.28.9, unregistered"
+        assert transport_of(ours) == "nccl 2.29.7, unregistered"
         assert not [line for line in log() if "Register" in line]
         return [str(warning.message) for warning in w if "torch's allocator" in str(warning.message)]
 
 
 def test_ranks_agree_where_one_has_too_little_memory(on_ranks: OnRanks, fakes: Path) -> None:
     (message,), others = on_ranks(one_rank_without_memory, fakes)
-    assert "rank 1: NCCL 2.28.9, rank 1 of 2: ncclMemAlloc of " in message
+    assert "rank 1: NCCL 2.29.7, rank 1 of 2: ncclMemAlloc of " in message
     assert "bytes failed with NCCL error 1" in message
     assert "Leave more device memory free" in message
     assert others == []

@@ -29,11 +29,10 @@ std::shared_ptr<const NcclApi> functions_of(void* library) {
   if (::dlinfo(library, RTLD_DI_LINKMAP, &map) == 0) api->path = map->l_name;
   decltype(&ncclGetVersion) get_version = nullptr;
   look_up(library, "ncclGetVersion", get_version);
-  int version = 0;
-  if (get_version == nullptr || get_version(&version) != ncclSuccess) {
+  if (get_version == nullptr || get_version(&api->number) != ncclSuccess) {
     throw EnvironmentError(text(api->path, " does not tell its version: it is not NCCL."));
   }
-  api->version = dotted(version);
+  api->version = dotted(api->number);
   std::string missing;
 #define DT_LOOK_UP(name) look_up(library, #name, api->name);
 #define DT_LOOK_UP_REQUIRED(name) \

@@ -39,6 +39,7 @@ namespace drivetrain::ddp {
 
 struct NcclApi {
   std::string path;     // of the library
+  int number = 0;       // 22809
   std::string version;  // "2.28.9"
 #define DT_NCCL_POINTER(name) decltype(&::name) name = nullptr;
   DT_NCCL_REQUIRED(DT_NCCL_POINTER)

@@ -79,8 +79,8 @@ class NcclCommunicator::Handle {
 
   // Aborts all collectives in progress, and keeps the first error.
   void fail(const std::string& what) noexcept {
-    abort();
     if (error.empty()) error = what;
+    abort();
   }
 
   void abort() noexcept {
@@ -354,7 +354,11 @@ std::shared_ptr<void> NcclCommunicator::register_memory(const std::shared_ptr<Me
   const std::lock_guard<std::mutex> lock(handle_->mutex);
   handle_->check();
   registration_ = "unregistered";
-  if (api.ncclCommWindowRegister != nullptr && api.ncclCommWindowDeregister != nullptr) {
+  // Before this version kernels on windows do not look for an abort. A lost rank would keep the others' devices
+  // waiting.
+  constexpr int kWindowsCanAbort = 22907;
+  if (api.number >= kWindowsCanAbort && api.ncclCommWindowRegister != nullptr &&
+      api.ncclCommWindowDeregister != nullptr) {
     handle_->settle(api.ncclCommWindowRegister(handle_->comm, memory->data, memory->bytes, &memory->window,
                                                NCCL_WIN_COLL_SYMMETRIC),
                     "ncclCommWindowRegister" + size, deadline);

@@ -229,6 +229,32 @@ def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
     return number.value
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options", "launches"),
+    [
+        (torch.float32, {}, 1),
+        (torch.float32, {"state_bits": 8}, 2),
+        (torch.bfloat16, {"state_bits": 32}, 1),
+        (torch.bfloat16, {"state_bits": 16}, 1),
+        (torch.bfloat16, {"state_bits": 8}, 2),  # one chooses formats at run time
+        (torch.bfloat16, {"master_bits": 32, "state_bits": 32}, 1),
+        (torch.bfloat16, {"master_bits": 32, "state_bits": 16}, 1),
+        (torch.bfloat16, {"master_bits": 32, "state_bits": 8}, 2),
+        (torch.bfloat16, {"master_bits": 24, "state_bits": 8}, 2),
+        (torch.float16, {"master_bits": 32}, 1),
+    ],
+)
+def test_every_layout_has_its_launches(dtype: torch.dtype, options: dict[str, Any], launches: int) -> None:
+    """Vectors and small matrices keep float32 states where others have 8 bits, and so have a kernel of their own."""
+    optimizer = pair(optim.AdamW, options, dtype, [(64, 64), (64,), (64, 192), (192,), (7, 64)])[1]
+    set_grads(params_of(optimizer))
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert num_nodes(graph) == 1 + launches
+
+
 @pytest.mark.parametrize("number", [4, 400])
 def test_a_captured_step_copies_no_table(number: int) -> None:
     """The table of many parameters is copied at the capture, and freed with the graph."""

@@ -47,7 +47,7 @@ def _numbers(group: Group) -> Numbers:
     Rule(
         lambda group: adam_name(group) if group.get("fallback") else "muon",
         _numbers,
-        gathers=lambda param, group: not group.get("fallback"),
+        gathers=lambda group: not group.get("fallback"),
         also=lambda group: set(_FALLBACK) if group.get("fallback") else set(),
     )
 )

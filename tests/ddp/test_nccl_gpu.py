@@ -94,9 +94,9 @@ def test_equals_torchs_class_under_a_pure_nccl_group(
     for log in tmp_path.glob("log-*"):  # of the stand-in
         calls = log.read_text().splitlines()
         assert not [call for call in calls if "mean" in call]
-        windows = [call.split()[1] for call in calls if call.startswith("WindowRegister")]
-        assert [call.split()[1] for call in calls if call.startswith("MemAlloc")] == windows
-        assert bool(windows) == (carrier == "nccl")
+        registered = [call.split()[1] for call in calls if call.startswith(("WindowRegister", "Register"))]
+        assert [call.split()[1] for call in calls if call.startswith("MemAlloc")] == registered
+        assert bool(registered) == (carrier == "nccl")
 
 
 def train_example(repository: Path, folder: Path, engine: str, carrier: str) -> list[float]:

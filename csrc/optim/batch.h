@@ -34,6 +34,8 @@ struct Batch {
   int64_t total = 0;
   int64_t num_chunks = 0;  // chunks of gradients (formats/summation.h)
 
+  std::vector<uint32_t> written_of = {};  // indices into StepReader::written, in the order of `params`
+
   // On CUDA: the data that start_cuda() reads, and its addresses on the device.
   std::vector<ParamStart> starts = {};        // in the order of `params`
   std::vector<ParamStart> empty_starts = {};  // parameters without elements, whose steps are only counted

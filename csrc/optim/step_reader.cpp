@@ -68,6 +68,7 @@ void StepReader::begin(const py::dict& state, const py::list& fresh, bool writes
 void StepReader::end() {
   for (Batch& batch : batches) {
     batch.params.clear();
+    batch.written_of.clear();
     batch.copies.clear();
     batch.total = batch.num_chunks = 0;
     batch.starts.clear();
@@ -79,7 +80,6 @@ void StepReader::end() {
   written.clear();
   advanced_scalars.clear();
   entry_of_.clear();
-  memory_.clear();
   rule_group_ = -1;
   state_ = py::handle();
   state_position_ = 0;
@@ -166,18 +166,31 @@ PyObject* StepReader::find_state(PyObject* param) {
   return found == states_by_param_.end() ? nullptr : found->second;
 }
 
-// Remembers memory that the step writes.
-void StepReader::note_memory(const c10::TensorImpl& tensor, bool is_grad) {
-  // Other layouts cannot be compared cheaply: x[::2] and x[1::2] do not overlap.
-  if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) return;
-  const char* begin = static_cast<const char*>(tensor.unsafe_storage().data()) +
-                      tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
-  memory_.push_back(
-      {begin, begin + tensor.numel() * tensor.itemsize(), static_cast<uint32_t>(written.size()), is_grad});
-}
-
 // Throws for memory that two parameters share, because two threads would write it at once.
 void StepReader::check_apart() {
+  memory_.clear();
+  const auto add = [&](const c10::TensorImpl* tensor, size_t owner, bool is_grad) {
+    // Other layouts cannot be compared cheaply: x[::2] and x[1::2] do not overlap.
+    if (tensor->numel() == 0 || !tensor->is_non_overlapping_and_dense()) return;
+    const char* begin = static_cast<const char*>(tensor->unsafe_storage().data()) +
+                        tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
+    memory_.push_back({begin, begin + tensor->numel() * tensor->itemsize(), static_cast<uint32_t>(owner), is_grad});
+  };
+  const auto add_plain = [&](const TypedArray& stream, int64_t numel, size_t owner, bool is_grad) {
+    const char* begin = static_cast<const char*>(stream.data);
+    memory_.push_back({begin, begin + numel * bytes_of(stream.format), static_cast<uint32_t>(owner), is_grad});
+  };
+  for (size_t i = 0; i < written.size(); ++i) {
+    const Reading& reading = readings_[entry_of_[i]];
+    if (reading.kind ==
+        Kind::kPlain) {  // Not read from the tensors, because thousands of them are no longer in the cache.
+      add_plain(reading.job.param, reading.job.numel, i, false);
+      if (writes_grads_) add_plain(reading.job.grad, reading.job.numel, i, true);
+    } else {
+      add(written[i].param, i, false);
+      if (writes_grads_) add(written[i].grad, i, true);
+    }
+  }
   if (memory_ == known_as_apart_) return;  // This is the case in most steps.
   known_as_apart_ = memory_;
   std::sort(memory_.begin(), memory_.end(),
@@ -233,9 +246,10 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   batch.total += job.numel;
   job.first_chunk = batch.num_chunks;
   batch.num_chunks += formats::num_chunks(job.numel);
-  if (job.numel > 0) batch.params.push_back(job);
-  note_memory(*reading.param, /*is_grad=*/false);
-  if (writes_grads_) note_memory(*reading.grad, /*is_grad=*/true);
+  if (job.numel > 0) {
+    batch.params.push_back(job);
+    batch.written_of.push_back(static_cast<uint32_t>(written.size()));
+  }
   written.push_back({reading.param, reading.grad, reading.device.is_cpu() ? reading.counter : StepCounter()});
   entry_of_.push_back(static_cast<uint32_t>(&entry - entries_.data()));
 }

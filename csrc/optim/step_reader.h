@@ -40,12 +40,14 @@ struct Stepped {
   at::ScalarType dtype = at::kFloat;
 };
 
-// Reads and checks every parameter, gradient and state at each step (read.cpp). The GIL must be held.
+// Makes two passes over the parameters. The first reads plain tensors on all threads, by code that only looks at memory
+// (read_fast.cpp). The second repeats the others on one thread, with every check and its error message
+// (read_checked.cpp). The GIL must be held.
 //
 // Between steps a reader keeps only memory to write into. Within a step this holds: either no code but the step's own
-// runs, or the step owns all that it reads and writes. Most steps call no Python code and keep the GIL, so that objects
-// stay as they are; pointers to them suffice. Before Python code or another thread may run, own() takes references.
-// This happens for an error's text, in dispatch modes, and for long steps.
+// runs, or the step owns all that it reads and writes. The first pass and most steps call no Python code and keep the
+// GIL, so that objects stay as they are; pointers to them suffice. Before Python code or another thread may run, own()
+// takes references. This happens for an error's text, for tensors that are not plain, and for long steps.
 class StepReader {
  public:
   // Begins a step. `fresh` lists parameters whose state was created for this step. `writes_grads` tells that the step
@@ -105,7 +107,13 @@ class StepReader {
     PyObject* extra = nullptr;  // the parameter's companion
   };
 
+  enum class Kind : uint8_t {
+    kNoGradient,
+    kPlain,  // contiguous tensors of one shape and device, with states; `job` is valid
+    kOther,  // the checked pass must read it
+  };
   struct Reading {
+    Kind kind = Kind::kOther;
     bool in_double = false;
     at::Device device = at::kCPU;
     ParamJob job = {};
@@ -121,12 +129,14 @@ class StepReader {
   void own(const Entry& entry) const;
   StateValues state_values(const Entry& entry) const;
   bool lacks_state(const Entry& entry, const StateValues& values) const;
+  void read_plain(const Entry& entry, Reading& reading) const;
+  bool read_states(const Entry& entry, const c10::TensorImpl& param, Reading& reading) const;
   static Hypers hypers_of(const Group& group);
-  void read(size_t index);
+  void read_other(const Entry& entry);
+  void add_jobs();
   void add_job(const Entry& entry, const Reading& reading);
 
   bool was_cast(size_t index) const;
-  void note_memory(const c10::TensorImpl& tensor, bool is_grad);
   void check_apart();
   std::string why_together(const WrittenMemory& first, const WrittenMemory& second) const;
   const Entry& entry_of(const WrittenMemory& memory) const;
@@ -149,6 +159,7 @@ class StepReader {
   bool writes_grads_ = false;
   std::vector<Group> groups_;
   std::vector<Entry> entries_;
+  std::vector<Reading> readings_;
   std::vector<Stepped> stepped_;  // in the order of the entries; set only after a complete read
   mutable bool owns_ = false;
   mutable std::vector<pybind11::object> owned_objects_;

@@ -1,6 +1,8 @@
 """Tests what a reader keeps between steps: a change in between counts as in a step that reads everything again."""
 
+import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from drivetrain import optim
 from drivetrain.optim.base import FusedOptimizer
 from drivetrain.optim.kept import kept_of
 
-COUNT = 60  # parameters
+COUNT = 200  # parameters: more than one thread's share
 CHANGED = COUNT - 3  # the parameter that most changes concern
 Change = Callable[[FusedOptimizer, list[nn.Parameter]], None]
 
@@ -184,7 +186,7 @@ class Run:
     def __init__(self, name: str, reads_all: bool) -> None:
         generator = torch.Generator().manual_seed(0)
         self.params = [nn.Parameter(torch.randn(5, 3, generator=generator)) for _ in range(COUNT)]
-        groups = [{"params": self.params[:20]}, {"params": self.params[20:], "weight_decay": 0.5}]
+        groups = [{"params": self.params[:50]}, {"params": self.params[50:], "weight_decay": 0.5}]
         self.optimizer: Any = getattr(optim, name)(groups, lr=0.01)
         self.reads_all = reads_all
 
@@ -206,6 +208,19 @@ def expect_same(runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_steps_counts(change: Change, name: str) -> None:
+    runs = [Run(name, reads_all) for reads_all in (False, True)]
+    for run in runs:
+        for seed in range(4):
+            run.step(seed)
+        change(run.optimizer, run.params)
+        for seed in range(4, 8):
+            run.step(seed)
+    expect_same(runs)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_any_sequence_of_changes(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     changes = [change for change in CHANGES if change is not smaller_param]  # others set a gradient of the first shape
@@ -216,6 +231,55 @@ def test_any_sequence_of_changes(name: str) -> None:
             change(run.optimizer, run.params)
             run.step(seed)
         expect_same(runs)
+
+
+def state_of(optimizer: FusedOptimizer, params: list[nn.Parameter]) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = optimizer.state[params[CHANGED]]
+    return state
+
+
+def replaces(state: dict[str, Tensor]) -> None:
+    state["exp_avg"] = state["exp_avg"].clone() * 2
+
+
+def moves(tensor: Tensor | None) -> None:
+    assert tensor is not None
+    tensor.data = tensor.data.clone() * 2
+
+
+Taken = Callable[[FusedOptimizer, list[nn.Parameter]], Any]
+Changed = Callable[[Any, list[nn.Parameter]], None]
+# Ways to keep a reference to the state between steps, and to change it later without a look at optimizer.state.
+KEPT: dict[str, tuple[Taken, Changed]] = {
+    "tensor": (lambda o, p: state_of(o, p)["exp_avg"], lambda kept, _: moves(kept)),
+    "step": (lambda o, p: state_of(o, p)["step"], lambda kept, _: moves(kept)),
+    "weak": (lambda o, p: weakref.ref(state_of(o, p)["exp_avg"]), lambda kept, _: moves(kept())),
+    "dict": (state_of, lambda kept, _: replaces(kept)),
+    "all": (lambda o, _: o.state, lambda kept, p: replaces(kept[p[CHANGED]])),
+    "values": (lambda o, _: o.state.values(), lambda kept, _: replaces([*kept][CHANGED])),
+    "iterator": (lambda o, _: iter(o.state.values()), lambda kept, _: replaces([*kept][CHANGED])),
+    "list": (lambda o, _: [*o.state.values()], lambda kept, _: replaces(kept[CHANGED])),
+    "state_dict": (lambda o, _: o.state_dict(), lambda kept, _: moves(kept["state"][CHANGED]["exp_avg"])),
+    "copy": (lambda o, _: copy.copy(o), lambda kept, p: replaces(kept.state[p[CHANGED]])),
+    "swap": (lambda o, p: state_of(o, p)["exp_avg"], lambda kept, _: torch.utils.swap_tensors(kept, kept.clone() * 2)),
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_state_that_other_code_refers_to_is_read_in_every_step(kept: str, steps_before: int) -> None:
+    runs = [Run("AdamW", reads_all) for reads_all in (False, True)]
+    for run in runs:
+        for seed in range(4):
+            run.step(seed)
+        take, change = KEPT[kept]
+        reference = take(run.optimizer, run.params)
+        for seed in range(4, 4 + steps_before):
+            run.step(seed)
+        change(reference, run.params)
+        for seed in range(8, 12):
+            run.step(seed)
+    expect_same(runs)
 
 
 @pytest.mark.parametrize("freed", ["param", "exp_avg"])
@@ -273,7 +337,7 @@ def grads_in_one_memory(optimizer: FusedOptimizer, params: list[nn.Parameter]) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (no_memory, f"parameter {CHANGED - 20} of.*memory of it has been freed"),
+        (no_memory, f"parameter {CHANGED - 50} of.*memory of it has been freed"),
         (no_state_memory, "memory of its state has been freed"),
         (cast, "was Float in the step before"),
         (one_memory, "share memory"),
@@ -303,3 +367,15 @@ def test_versions_count_steps() -> None:
         before = [param._version for param in run.params]
         run.step(seed)
         assert [param._version for param in run.params] == [version + 1 for version in before]
+
+
+def test_a_freed_gradient_is_not_read() -> None:
+    """Gradients that a step has read are freed and their memory is used again."""
+    runs = [Run("SGD", reads_all) for reads_all in (False, True)]
+    for run in runs:
+        for seed in range(6):
+            run.step(seed)
+            run.optimizer.zero_grad()
+            _ = [torch.full((5, 3), math.nan) for _ in range(COUNT)]
+        fill(run.params, 7)
+    expect_same(runs)

@@ -1,17 +1,14 @@
-// Reads and checks the parameters of a step, their gradients and states; see step_reader.h.
+// Reads parameters that are not plain with every check, on one thread; see step_reader.h.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <cctype>
 #include <optional>
 
 #include "base/check.h"
 #include "base/torch_text.h"
 #include "formats/storage_torch.h"
-#include "optim/python_values.h"
 #include "optim/step_reader.h"
 #include "optim/tensor_checks.h"
 
@@ -44,14 +41,6 @@ const at::Tensor& laid_out_as(Batch& batch, const at::Tensor& like, const at::Te
   return batch.copies.back().copy;
 }
 
-// Returns whether the object holds 8-bit codes of this kind of state. Python checks other objects under their names.
-bool is_of_blocks(PyObject* object, StateKind kind) {
-  if (!THPVariable_Check(object)) return false;
-  const auto dtypes = block_dtypes(kind);
-  const at::ScalarType found = THPVariable_Unpack(object).unsafeGetTensorImpl()->dtype().toScalarType();
-  return dtypes && (found == dtypes->codes || found == dtypes->float8);
-}
-
 }  // namespace
 
 bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Tensor* scales,
@@ -64,79 +53,6 @@ bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Ten
   return (in_order || state.numel() < 2 || (param.is_contiguous() && state.is_contiguous())) && scales != nullptr &&
          scales->scalar_type() == at::kFloat && scales->device() == param.device() && scales->is_contiguous() &&
          scales->numel() == num_blocks(param.numel());
-}
-
-// Finds a parameter's entries in its state, which is complete if no entry is missing. torch's own classes leave some
-// None (SGD's first momentum_buffer) or absent (amsgrad switched on later). Iterates over the few items of the dict,
-// because looking names up takes longer.
-StepReader::StateValues StepReader::state_values(const Entry& entry) const {
-  static PyObject* const step_name = PyUnicode_InternFromString("step");
-  static PyObject* const extra_names[] = {PyUnicode_InternFromString(kExtraNames[0]),
-                                          PyUnicode_InternFromString(kExtraNames[1]),
-                                          PyUnicode_InternFromString(kExtraNames[2])};
-  const Group& group = groups_[entry.group];
-  const auto& states = group.rule->states;
-  StateValues found;
-  PyObject* codes[kMaxStates] = {};
-  if (entry.state != nullptr && PyDict_Check(entry.state)) {
-    Py_ssize_t position = 0;
-    PyObject *key = nullptr, *value = nullptr;
-    while (PyDict_Next(entry.state, &position, &key, &value)) {
-      if (group.counts_steps && is_name(key, step_name)) found.step = value;
-      for (size_t s = 0; s < states.size(); ++s) {
-        if (is_name(key, states[s].name) && value != Py_None) found.states[s] = value;
-      }
-      for (size_t s = 0; s < group.rule->scalars.size(); ++s) {
-        if (is_name(key, group.rule->scalars[s]) && value != Py_None) found.scalars[s] = value;
-      }
-      if (group.precision.is_default()) continue;
-      for (size_t s = 0; s < states.size(); ++s) {
-        if (is_name(key, states[s].codes_name) && is_of_blocks(value, states[s].kind)) codes[s] = value;
-        if (is_name(key, states[s].scales_name) && THPVariable_Check(value)) found.scales[s] = value;
-      }
-      for (PyObject* name : extra_names) {
-        if (is_name(key, name) && THPVariable_Check(value)) found.extra = value;
-      }
-    }
-  }
-  found.complete = true;
-  for (size_t s = 0; s < states.size(); ++s) {
-    if (!states[s].of_all_shapes && !has_state(*THPVariable_Unpack(entry.param).unsafeGetTensorImpl(), states[s])) {
-      found.states[s] = nullptr;
-      continue;
-    }
-    if (found.states[s] == nullptr) found.states[s] = codes[s];
-    found.complete &= found.states[s] != nullptr;
-  }
-  for (size_t s = 0; s < group.rule->scalars.size(); ++s) found.complete &= found.scalars[s] != nullptr;
-  return found;
-}
-
-void StepReader::read() {
-  find_entries();
-  const auto has_lr_on_device = [](const Group& group) { return group.numbers.lr != nullptr; };  // float() of it
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-      std::any_of(groups_.begin(), groups_.end(), has_lr_on_device)) {
-    own();
-  }
-  for (size_t i = 0; i < entries_.size() && !has_wrappers; ++i) read(i);
-  if (has_wrappers || !missing.empty()) return;
-  check_apart();
-  stepped_.resize(entries_.size());
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    const at::Tensor& param = THPVariable_Unpack(entries_[i].param);
-    if (param.grad().defined()) stepped_[i] = {entries_[i].param, entries_[i].state, param.scalar_type()};
-  }
-}
-
-// Returns whether a parameter was cast in place (module.half(), param.data = ...) after the last step. Its state then
-// belongs to other values, and its remainder to other bits.
-bool StepReader::was_cast(size_t index) const {
-  if (index >= stepped_.size() || entries_[index].state == nullptr) return false;
-  const Stepped& before = stepped_[index];
-  if (before.param != entries_[index].param || before.state != entries_[index].state) return false;
-  if (THPVariable_Unpack(entries_[index].param).dtype().toScalarType() == before.dtype) return false;
-  return PyDict_Check(entries_[index].state) && PyDict_Size(entries_[index].state) > 0;
 }
 
 // Returns whether states must be created or converted before the step: they are absent, or have another storage format
@@ -169,9 +85,16 @@ bool StepReader::lacks_state(const Entry& entry, const StateValues& values) cons
   return false;
 }
 
-void StepReader::read(size_t index) {
-  const Entry& entry = entries_[index];
-  if (owns_) own(entry);  // Python code may have changed it since.
+// Adds the jobs of all parameters, and reads those that are not plain.
+void StepReader::add_jobs() {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (readings_[i].kind == Kind::kPlain) add_job(entries_[i], readings_[i]);
+    if (readings_[i].kind == Kind::kOther) read_other(entries_[i]);
+  }
+}
+
+void StepReader::read_other(const Entry& entry) {
+  own(entry);  // Python code may have changed it after own().
   const Group& group = groups_[entry.group];
   const RuleInfo& rule = *group.rule;
   const at::Tensor& param = THPVariable_Unpack(entry.param);
@@ -181,12 +104,11 @@ void StepReader::read(size_t index) {
     has_wrappers = true;
     return;
   }
-  if (was_cast(index)) {
+  if (const size_t index = &entry - entries_.data(); was_cast(index)) {
     throw UserTypeError(text(label(entry), " is ", param.scalar_type(), " but was ", stepped_[index].dtype,
                              " in the step before: cast it back, or construct a new optimizer for it and load the "
                              "state with load_state_dict()."));
   }
-  if (grad.key_set().has(c10::DispatchKey::Python)) check_memory(entry, grad, "its gradient");  // tells no sizes
   check_grad(entry, param, grad);
   check_memory(entry, param, "it");
   check_memory(entry, grad, "its gradient");

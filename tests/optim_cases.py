@@ -162,19 +162,6 @@ CASES: dict[str, Case] = {
     ),
 }
 cases = pytest.mark.parametrize("case", CASES)
-# A case of each native rule, for tests in which other options of a class prove nothing new.
-OPTIONS_ALONE = (
-    "adamw_maximize",
-    "sgd_nesterov",
-    "asgd",
-    "lamb_plain",
-    "lamb_clipped",
-    "lion_maximize",
-    "adan_no_prox",
-)
-OPTIONS_ALONE += ("rprop_bounds", "adopt_decoupled", "adamw_schedule_free_weights", "nadam_decoupled", "adam")
-RULES = [case for case in CASES if case not in OPTIONS_ALONE and not case.endswith(("_l2", "_decoupled"))]
-rules = pytest.mark.parametrize("case", RULES)
 
 # The largest relative and absolute differences after several steps, for values and updates of size about 1. The
 # reference computes in float64 and rounds the values that it stores.

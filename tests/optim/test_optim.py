@@ -3,6 +3,7 @@
 import io
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +24,6 @@ from optim_cases import (
     round_stored,
     set_grads,
 )
-from warm_python import warm_python
 
 
 @cases
@@ -157,7 +157,7 @@ else:
     raise SystemExit("no error")
 """
     environment = {**os.environ, "DRIVETRAIN_ISA": "bogus"}
-    run = subprocess.run([warm_python(), "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
 

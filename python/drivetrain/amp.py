@@ -14,7 +14,7 @@ from .optim.sharded import over_groups
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler with one pass less.
+    """torch.amp.GradScaler, with a floor for the scale, patience before it falls, and one pass less.
 
     With torch's class a step reads and writes every gradient once to look for infs and NaNs, before the optimizer reads
     them. This class leaves the search to an optimizer of drivetrain.optim whose parameters share one device. That reads
@@ -23,10 +23,43 @@ class GradScaler(torch.amp.GradScaler):
 
     On the CPU, unscale_() takes one pass on all threads. Results are torch's, to the bit.
 
-    It takes the arguments of that class.
+    Args:
+        device: Device type of the gradients, such as "cuda" or "cpu".
+        init_scale: Initial scale.
+        growth_factor: Multiplies the scale after `growth_interval` steps without an overflow.
+        backoff_factor: Multiplies the scale when it falls.
+        growth_interval: Number of steps without an overflow before the scale grows.
+        enabled: False turns every method into the unscaled operation.
+        min_scale: Lower bound of the scale.
+        hysteresis: Number of overflows, not necessarily in a row, before the scale falls. It starts again when the
+            scale grows, as in Megatron-LM's DynamicGradScaler.
+
+    Raises:
+        ValueError: min_scale is negative or not finite, or hysteresis below 1.
     """
 
-    _found_inf: torch.Tensor | None = None  # overflow flag of the last update()
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        hysteresis: int = 1,
+    ) -> None:
+        if not 0 <= min_scale < float("inf"):
+            raise ValueError(f"min_scale is {min_scale}, expected a finite number, 0 or above")
+        if hysteresis < 1:
+            raise ValueError(f"hysteresis is {hysteresis}, expected a number of overflows, 1 or above")
+        self._min_scale = min_scale
+        self._hysteresis = hysteresis
+        self._init_patience = hysteresis
+        self._patience: torch.Tensor | None = None  # int32 on the scale's device; overflows left before the scale falls
+        self._found_inf: torch.Tensor | None = None  # overflow flag of the last update()
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     @property
     def last_step_skipped(self) -> bool:
@@ -88,13 +121,54 @@ class GradScaler(torch.amp.GradScaler):
         return per_device
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Updates the scale as torch does, and remembers whether a gradient overflowed."""
-        states = self._per_optimizer_states.values() if self._enabled and new_scale is None else ()
-        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        super().update(new_scale)
-        if flags:
-            on_one_device = [flag.to(flags[0].device, non_blocking=True).reshape(()) for flag in flags]
-            self._found_inf = torch.stack(on_one_device).sum()
+        """Updates the scale as torch does, with min_scale and hysteresis."""
+        if not self._enabled or new_scale is not None:
+            super().update(new_scale)
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        flags = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        before, clean_before = scale.clone(), growth_tracker.clone()
+        super().update()
+        if not flags:
+            return
+        found = self._found_inf = torch.stack(
+            [flag.to(scale.device, non_blocking=True).reshape(()) for flag in flags]
+        ).sum()
+        overflowed = found > 0
+        if self._patience is None:
+            self._patience = torch.full_like(growth_tracker, self._init_patience)
+        self._patience -= overflowed.to(self._patience.dtype)
+        scale.copy_(torch.where(overflowed & (self._patience > 0), before, scale).clamp_(min=self._min_scale))
+        is_grown = ~overflowed & (growth_tracker <= clean_before)  # The count of clean steps restarted.
+        self._patience.copy_(torch.where(is_grown, self._hysteresis, self._patience))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's entries, min_scale, hysteresis and the patience. torch's class loads it too."""
+        state = super().state_dict()
+        if not state:
+            return state
+        patience = self._init_patience if self._patience is None else int(self._patience)
+        return state | {"min_scale": self._min_scale, "hysteresis": self._hysteresis, "_patience": patience}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of either class; entries that torch's class lacks keep their values."""
+        super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        self._min_scale = state_dict.get("min_scale", self._min_scale)
+        self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
+        self._init_patience = state_dict.get("_patience", self._hysteresis)
+        self._patience = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            state["_init_patience"] = self._init_patience if self._patience is None else int(self._patience)
+            state["_patience"] = None
+            state["_found_inf"] = None
+        return state
 
 
 def _is_plain(grad: Tensor) -> bool:

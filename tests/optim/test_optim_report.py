@@ -1,4 +1,4 @@
-"""Tests the optimizers' report: allocated bytes and counted steps."""
+"""Tests the optimizers' report: allocated bytes, counted steps and updates lost to rounding."""
 
 import copy
 import math
@@ -37,6 +37,11 @@ def test_bytes_are_those_of_the_tensors() -> None:
     }
     held = report.bytes_per_parameter * report.num_elements
     assert round(held) == sum(report.bytes.values())
+    # A step reads and writes everything except gradients, which it reads twice because of the norm.
+    assert report.bytes_moved == 2 * sum(report.bytes.values())
+    assert report.step_s is not None
+    assert report.share_of_bandwidth is not None
+    assert report.share_of_bandwidth > 0
     assert "exp_avg_scales" in str(report)
 
 
@@ -53,6 +58,41 @@ def test_counts() -> None:
     assert copy.deepcopy(optimizer).report().counts.steps == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_lost_to_rounding(dtype: torch.dtype) -> None:
+    half = torch.finfo(dtype).eps / 2  # half the distance of values between 1 and 2
+    param = torch.full((1000,), 1.5, dtype=dtype).requires_grad_()
+    param.grad = torch.cat([torch.full((300,), 0.9 * half), torch.full((200,), 1.5 * half), torch.zeros(500)]).to(dtype)
+    before = param.detach().clone()
+    for options, expected in (
+        ({}, {"weight": 300 / 500}),
+        ({"rounding": "kahan"}, {}),
+        ({"rounding": "stochastic"}, {}),
+        ({"master_bits": 32}, {}),
+    ):
+        optimizer = optim.SGD([("weight", param)], lr=1.0, **options)
+        report = optimizer.report()
+        assert report.lost_updates == pytest.approx(expected)
+        assert not optimizer.state
+    assert torch.equal(param.detach(), before)
+    assert "weight: 60.0% of the updates are lost" in str(optim.SGD([("weight", param)], lr=1.0).report())
+
+
+def test_lost_updates_follow_the_state() -> None:
+    param = torch.randn(64, 64).bfloat16().requires_grad_()
+    optimizer = optim.AdamW([param], lr=1e-5, state_bits=32)
+    for _ in range(3):
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state[param])
+    (share,) = optimizer.report().lost_updates.values()
+    assert share > 0.9
+    before = param.detach().clone()
+    optimizer.step()
+    assert (param == before).double().mean() == pytest.approx(share, abs=0.02)
+    assert optimizer.state[param]["step"] == state["step"] + 1
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"state_bits": 8, "min_8bit_size": 300},
@@ -66,8 +106,11 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OWN_CLASSES)
-def test_before_the_first_step_and_after_zero_grad(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_before_the_first_step_and_after_zero_grad(
+    name: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The expected sizes are those of the states that the step then makes."""
+    monkeypatch.setattr(optim.report, "_triad_bandwidth", lambda: 1.0)  # The measurement would take time.
     torch.manual_seed(0)
     params = [torch.randn(33, 20).to(dtype).requires_grad_()]
     if name != "Muon":
@@ -81,7 +124,7 @@ def test_before_the_first_step_and_after_zero_grad(name: str, dtype: torch.dtype
     optimizer.step()
     made = optimizer.report()
     assert not made.expected
-    assert before.bytes == made.bytes
+    assert (before.bytes, before.bytes_moved) == (made.bytes, made.bytes_moved)
     optimizer.zero_grad()
     after = optimizer.report()
     assert after.expected == {"gradients"}

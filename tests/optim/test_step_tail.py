@@ -48,7 +48,8 @@ def scale_grads(params: list[Tensor], factor: float) -> None:
 
 @both
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("max_norm", "zero"), [(0.5, False), (1e4, True), (math.inf, False)])
+@pytest.mark.parametrize("max_norm", [0.5, 1e4, math.inf])
+@pytest.mark.parametrize("zero", [False, True])
 def test_one_pass_is_unscale_clip_step_and_zero_one_after_the_other(
     which: str, dtype: torch.dtype, max_norm: float, zero: bool, isa: str
 ) -> None:
@@ -326,6 +327,64 @@ def test_our_scaler_searches_in_the_optimizers_own_read(monkeypatch: pytest.Monk
     assert optimizer.grad_norm == pytest.approx(math.sqrt(3), rel=1e-6)
 
 
+class MegatronScale:
+    """Updates a loss scale as Megatron-LM's DynamicGradScaler does."""
+
+    def __init__(self, scale: float, growth_interval: int, min_scale: float, hysteresis: int) -> None:
+        self.scale, self.interval, self.min_scale, self.hysteresis = scale, growth_interval, min_scale, hysteresis
+        self.growth, self.patience = 0, hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf:
+            self.growth = 0
+            self.patience -= 1
+            if self.patience <= 0:
+                self.scale = max(self.scale * 0.5, self.min_scale)
+        else:
+            self.growth += 1
+            if self.growth == self.interval:
+                self.growth, self.patience = 0, self.hysteresis
+                self.scale *= 2.0
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("min_scale", [0.0, 2.0])
+@pytest.mark.parametrize("saved", ["not", "state_dict", "pickle"])
+def test_the_scales_course(hysteresis: int, min_scale: float, saved: str, device: str) -> None:
+    reference = MegatronScale(16.0, 2, min_scale, hysteresis)
+    options: dict[str, Any] = {"growth_interval": 2, "min_scale": min_scale, "hysteresis": hysteresis}
+    scaler = GradScaler(device, 16.0, **options)
+    param = torch.ones(1, requires_grad=True)
+    optimizer = optim.SGD([param], lr=0.0)
+    for step in range(40):
+        overflow = bool(torch.rand(()) < 0.6)
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((1,), math.inf if overflow else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        reference.update(overflow)
+        assert scaler.get_scale() == reference.scale, step
+        if saved == "state_dict":
+            state = scaler.state_dict()
+            scaler = GradScaler(device)
+            scaler.load_state_dict(state)
+        elif saved == "pickle":
+            scaler = pickle.loads(pickle.dumps(scaler))
+
+
+def test_scaler_states_go_to_torch_and_back() -> None:
+    ours, theirs = GradScaler("cpu", 8.0, min_scale=1.0, hysteresis=2), torch.amp.GradScaler("cpu", 32.0)
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.state_dict()["scale"] == 8.0
+    ours.load_state_dict(torch.amp.GradScaler("cpu", 32.0).state_dict())
+    assert (ours.state_dict()["scale"], ours.state_dict()["min_scale"], ours.state_dict()["hysteresis"]) == (
+        32.0,
+        1.0,
+        2,
+    )
+    assert GradScaler("cpu", enabled=False).state_dict() == {}
+
+
 # ---- Careless users.
 
 
@@ -338,6 +397,12 @@ def test_bad_max_grad_norm(value: float) -> None:
     with pytest.raises(ValueError, match="max_grad_norm"):
         optimizer.max_grad_norm = value
     assert optimizer.max_grad_norm == 1.0
+
+
+@pytest.mark.parametrize(("options", "name"), [({"min_scale": -1.0}, "min_scale"), ({"hysteresis": 0}, "hysteresis")])
+def test_bad_scaler_arguments(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .*, expected"):
+        GradScaler("cpu", **options)
 
 
 @on_devices

@@ -15,7 +15,7 @@ from .engine import Engine
 from .kept import WHY_NOT_CLIPPED, kept_of
 from .native_step import step_groups
 from .rule import torchs_base
-from .sharded.dtensors import is_dtensor
+from .sharded.dtensors import is_dtensor, local_sum_of_squares
 from .sharded.pieces import piece_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class StepInBackward:
         divisor: Divides the gradients of the next backward that steps. It is 1.0 unless a caller sets it.
     """
 
-    def __init__(self, optimizer: "FusedOptimizer", model: nn.Module, bucket_cap_mb: float) -> None:
+    def __init__(
+        self, optimizer: "FusedOptimizer", model: nn.Module, clip_by_previous_norm: float | None, bucket_cap_mb: float
+    ) -> None:
         kept = kept_of(optimizer)
         if kept.steps_as_torch:
             name = torchs_base(type(optimizer)).__name__
@@ -53,18 +55,23 @@ class StepInBackward:
             raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
         if kept.max_grad_norm is not None:
             raise NotImplementedError(f"max_grad_norm is {kept.max_grad_norm}, but {WHY_NOT_CLIPPED}")
+        if clip_by_previous_norm is not None and not clip_by_previous_norm > 0:
+            raise ValueError(f"clip_by_previous_norm is {clip_by_previous_norm}, expected a number above 0, or None")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}, expected a number above 0")
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
         self.divisor = 1.0
         self._optimizer = optimizer
+        self._max_norm = clip_by_previous_norm
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._readers: dict[int, _C.StepReader] = {}  # by the id of a bucket's first parameter
         self._pending: dict[int, Tensor] = {}  # parameters whose gradients fill no bucket yet
         self._pending_bytes = 0
         self._task: int | None = None  # the id of autograd's graph task, whose end flushes the pending parameters
         self._is_off = False
+        self._squares: Tensor | None = None  # sum of squares over the gradients of the running backward
+        self._norm: Tensor | None = None  # norm of the last backward's gradients
         owned = {param for group in optimizer.param_groups for param in group["params"]}
         self._names: dict[Tensor, str] = {
             param: name for name, param in model.named_parameters() if param.requires_grad and param in owned
@@ -101,6 +108,14 @@ class StepInBackward:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as None: saved and copied parameters are not stepped in backward."""
         return type(None), ()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the gradients of the last backward that stepped, before clipping.
+
+        None before the first such backward, or without clip_by_previous_norm. Reading it on CUDA waits for the device.
+        """
+        return None if self._norm is None else float(self._norm)
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
@@ -141,6 +156,8 @@ class StepInBackward:
         self._check_reducers(param)
         task = torch._C._current_graph_task_id()
         if task != self._task:
+            if self._task is not None:  # The earlier backward has raised.
+                self._squares = None
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if id(param) not in self._pending:
@@ -154,6 +171,8 @@ class StepInBackward:
         for param in mine:
             self._check_reducers(param)
         self._step(mine)
+        if is_last:
+            self._end_norm()
 
     def _check_reducers(self, param: Tensor) -> None:
         """Raises for a gradient that another reducer reduces, before or after its step."""
@@ -174,6 +193,7 @@ class StepInBackward:
     def _end(self) -> None:
         self._task = None
         self._flush()
+        self._end_norm()
 
     # ---- The step of one bucket.
 
@@ -187,11 +207,33 @@ class StepInBackward:
         params = [param for param in params if id(param) not in left]  # Other parameters have left the optimizer.
         if not params:
             return
+        grads = [param.grad for param in params if param.grad is not None]
+        grad_scale = self.divisor if self._max_norm is None else self._clipping_scale(grads, self._max_norm)
         reader = self._readers.setdefault(id(params[0]), _C.StepReader())
         states_before = len(self._optimizer.state)
         engine = Engine(self._optimizer)
-        step_groups(engine, groups, reader, _C.StepOptions(grad_scale=self.divisor))
+        step_groups(engine, groups, reader, _C.StepOptions(grad_scale=grad_scale))
         for param in params:
             param.grad = None
+        del grads
         if len(self._optimizer.state) > states_before and engine.is_on_cpu:
             _C.return_freed_memory()  # The new states lie between freed gradients.
+
+    def _clipping_scale(self, grads: list[Tensor], max_norm: float) -> float | Tensor:
+        """Returns the divisor of the gradients, from the norm of the backward before, and adds to this backward's
+        norm."""
+        if any(grad.layout != torch.strided for grad in grads):
+            return self.divisor  # The step raises for them.
+        squares = local_sum_of_squares(grads) / self.divisor**2
+        self._squares = squares if self._squares is None else self._squares + squares
+        if self._norm is None:
+            return self.divisor
+        scale = self.divisor * ((self._norm + 1e-6) / max_norm).clamp(min=1.0)
+        return scale.float() if scale.is_cuda else float(scale)
+
+    def _end_norm(self) -> None:
+        if self._squares is None:
+            return
+        norm, self._squares = self._squares.sqrt(), None
+        # A norm that is not finite clips no later gradient.
+        self._norm = norm if self._norm is None else torch.where(norm.isfinite(), norm, self._norm)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NAME = "_drivetrain"  # of the attribute
 WHY_NOT_CLIPPED = (
     "the norm of all gradients is not known before step_in_backward() uses the first. Leave max_grad_norm None, or "
-    "call step() after backward."
+    "clip by the norm of the step before: step_in_backward(model, clip_by_previous_norm=...)."
 )
 
 # drivetrain.install(optim=True) puts the keys, classes of drivetrain, in the place of the values, torch's classes.
@@ -38,13 +38,15 @@ class Counts:
     steps: int = 0
     skipped: int = 0  # steps skipped because a gradient was not finite
     clipped: int = 0  # steps whose norm was above max_grad_norm
+    seconds: float = 0.0  # duration of the last step that was made; 0 before the first
 
-    def add(self, grad_norm: float | None, max_grad_norm: float | None, skipped: bool) -> None:
+    def add(self, grad_norm: float | None, max_grad_norm: float | None, skipped: bool, seconds: float) -> None:
         """Counts one step."""
         if skipped:
             self.skipped += 1
             return
         self.steps += 1
+        self.seconds = seconds
         if grad_norm is not None and max_grad_norm is not None:
             self.clipped += grad_norm > max_grad_norm
 

@@ -1,5 +1,6 @@
 """Steps an optimizer: natively where it can, by torch's own step where only that can. Adds its groups."""
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,7 @@ def step(engine: Engine, closure: Callable[[], float] | None) -> float | None:
 
 
 def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
-    kept = engine.kept
+    begin, kept = time.perf_counter(), engine.kept
     if kept.reader is None:  # Copied and unpickled optimizers have no reader.
         kept.reader = _C.StepReader()
     with pieces.in_place(engine.optimizer, with_gradients=True) as swapped:
@@ -56,10 +57,11 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
             swapped.zero_gradients()
         swapped.gather()
     kept.result, kept.norm = result, norm
+    seconds = time.perf_counter() - begin
     if result.is_on_device:  # Reading the result would wait for the device.
-        kept.counts.add(None, None, False)
+        kept.counts.add(None, None, False, seconds)
         return
-    kept.counts.add(kept.grad_norm, kept.max_grad_norm, result.skipped)
+    kept.counts.add(kept.grad_norm, kept.max_grad_norm, result.skipped, seconds)
     if overflow_flag is not None:
         overflow_flag.fill_(float(result.skipped))
     if result.skipped and getattr(engine.optimizer, "found_inf", None) is None:

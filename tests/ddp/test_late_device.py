@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from warm_python import warm_python
 
 FOLDER = Path(__file__).parents[1] / "late_device"
@@ -20,7 +22,8 @@ def test_data_parallelism(late_device: Path) -> None:
     assert "BAD" not in verdicts, run.stdout
 
 
-def test_a_lost_rank_is_named(late_device: Path) -> None:
-    command = [warm_python(), str(FOLDER / "lost_rank.py"), str(late_device)]
+@pytest.mark.parametrize(("how", "lost"), [("killed", "has ended"), ("still", "stands still")])
+def test_a_lost_rank_is_named(late_device: Path, how: str, lost: str) -> None:
+    command = [warm_python(), str(FOLDER / "lost_rank.py"), str(late_device), how]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "the rank that waits names the one that has ended" in run.stdout, run.stdout + run.stderr
+    assert f"the rank that waits names the one that {lost}" in run.stdout, run.stdout + run.stderr

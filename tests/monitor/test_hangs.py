@@ -78,6 +78,9 @@ def test_standing_ranks_report_their_phase_and_line(on_ranks: Callable[..., list
     # The helper has the innermost line, and the line that called it is in the stack.
     assert stuck.phase == "data"
     assert re.search(r"in the phase 'waiting for data' at \S*polling\.py:", stuck.text)
+    # The rank that reports later also says where the other stands.
+    others = ("; rank 1 stands in the phase 'waiting for data' at ", "; rank 0 stands in the phase 'exposed comm")
+    assert others[0] in waits.text or others[1] in stuck.text
     assert f"line {line}, in late_batches" in stuck.stack
     assert {"step", "rank", "phase", "where", "seconds", "text", "stack"} <= set(events[-1])
 

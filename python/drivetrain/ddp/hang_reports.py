@@ -23,7 +23,7 @@ from torch import nn
 from .. import _C
 from ..frames import self_of, stack_of_thread, users_line
 from ..processes import has_ended, this_process
-from . import watchdog
+from . import nccl_ras, watchdog
 from .control_block import RankRecord, StepPosition, control_block_of
 
 VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
@@ -33,6 +33,7 @@ _BEATS_PER_LIMIT = 4
 _SILENT_BEATS = 2  # a rank that publishes nothing for so many is called silent
 _SHORTEST_BEAT_S = 0.05
 _RANKS_NAMED = 4
+_LONGEST_QUESTION_S = 5.0  # to NCCL
 # A process closes its connections, which the others notice, shortly before it has ended.
 _ENDING_S = 0.5
 
@@ -150,24 +151,19 @@ class HangReporter:
         if None in self._block.seen:  # learn every rank's process early: the store may end with one
             self._block.read()
         if self._device is not None and now.seconds >= self._limit_s:
-            self._give_up_if_hopeless(self._device)
+            self._look_at_device(self._device, now)
         if not now.awaited or now.seconds < self.beat_s:
-            self._wait = None
+            if now.seconds < self.beat_s:
+                self._wait = None
             return self.beat_s
         if self._wait != (now.step, now.awaited):
             self._wait = _Wait(now.step, now.awaited)
             self._next_report_s = self._limit_s
-            self._block.read()  # earlier records do not count as heard
-            self._block.begin_listening()
-            self._listening_since = time.monotonic()
+            self._begin_listening()
         is_answered = self._block.read()
-        # This thread may begin late where it had to wait for a core; it needs this long to tell which ranks are silent.
-        has_listened = time.monotonic() - self._listening_since >= _SILENT_BEATS * self.beat_s
-        if now.seconds >= self._next_report_s and has_listened:
+        if now.seconds >= self._next_report_s and self._has_listened():
             self._next_report_s = 2 * now.seconds
-            report = self._report(now, is_answered)
-            self._progress.set_report(now.step, report)
-            _logger.warning("%s", report)
+            self._tell(now.step, self._report(now, is_answered))
         return max(min(self.beat_s, self._next_report_s - now.seconds), _SHORTEST_BEAT_S)
 
     def watches(self, progress: _C.Progress) -> bool:
@@ -216,10 +212,11 @@ class HangReporter:
             sentences[_RANKS_NAMED:] = [f"{len(sentences) - _RANKS_NAMED} more have ended."]
         return " ".join(sentences)
 
-    def _give_up_if_hopeless(self, device: torch.device) -> None:
-        """Aborts the group, and raises in the training thread, if the device waits for a rank that has ended.
+    def _look_at_device(self, device: torch.device, now: _C.ProgressSnapshot) -> None:
+        """Reports a device that waits too long for other ranks, unless the host itself waits, which look() reports.
 
-        It does so for no other reason: ranks may end before others, and a silent rank may come back.
+        If one of them has ended, this aborts the group, and raises in the training thread. It does so for no other
+        reason: ranks may end before others, and a silent rank may come back.
         """
         lag = self._progress.device_lag()
         if lag is None or lag.seconds < self._limit_s or self._progress.why_given_up():
@@ -227,6 +224,8 @@ class HangReporter:
         self._block.read()
         ended, group = self._describe_ended(), self._group()
         if not ended or group is None:
+            if not now.awaited:
+                self._report_device(device, lag)
             return
         why = (
             f"drivetrain: {device} has waited {_rounded(lag.seconds)} s for collectives of step {lag.step} of "
@@ -238,6 +237,29 @@ class HangReporter:
         _raise_in(self._thread, why)
         # An abort may itself wait for what the device is executing.
         threading.Thread(target=_abort, args=(group, device), name="drivetrain-watch-abort", daemon=True).start()
+
+    def _report_device(self, device: torch.device, lag: _C.DeviceLag) -> None:
+        """Reports the device's wait once it is known which ranks are silent, and each time that it has doubled."""
+        if self._wait != (lag.step, str(device)):
+            self._wait = _Wait(lag.step, str(device))
+            self._next_report_s = self._limit_s
+            self._begin_listening()
+        if lag.seconds >= self._next_report_s and self._has_listened():
+            self._next_report_s = 2 * lag.seconds
+            self._tell(lag.step, self._report_of_device(device, lag))
+
+    def _begin_listening(self) -> None:
+        self._block.read()  # earlier records do not count as heard
+        self._block.begin_listening()
+        self._listening_since = time.monotonic()
+
+    def _has_listened(self) -> bool:
+        """Returns True once silent ranks are known. This thread may begin late where it had to wait for a core."""
+        return time.monotonic() - self._listening_since >= _SILENT_BEATS * self.beat_s
+
+    def _tell(self, step: int, report: str) -> None:
+        self._progress.set_report(step, report)
+        _logger.warning("%s", report)
 
     def _record(self, now: _C.ProgressSnapshot) -> RankRecord:
         self._beats += 1
@@ -268,14 +290,31 @@ class HangReporter:
         behind = self._behind(now)
         if not behind:
             return f"{waits} although every rank has come to it: what carries it is slow or stands still"
-        named = [self._describe(one.rank, now.step) for one in behind[:_RANKS_NAMED]]
+        return f"{waits} for {self._named(behind, now.step)}"
+
+    def _report_of_device(self, device: torch.device, lag: _C.DeviceLag) -> str:
+        """Names the ranks that have not started all collectives of the step that the device has not ended."""
+        waits = (
+            f"rank {self._block.ranks[self._block.rank]} has waited {_rounded(lag.seconds)} s: {device} has not ended "
+        )
+        waits += f"the collectives of step {lag.step} of {self._wrapper}, and waits"
+        self._block.fetch([one.rank for one in self._behind_in(StepPosition(lag.step + 1, 0))])
+        behind = self._behind_in(StepPosition(lag.step + 1, 0))
+        whom = f" for {self._named(behind, lag.step)}" if behind else ", although every rank has started them"
+        said = nccl_ras.describe(min(_LONGEST_QUESTION_S, self.beat_s))
+        return f"{waits}{whom}. {said}" if said else f"{waits}{whom}"
+
+    def _named(self, behind: list[_Behind], step: int) -> str:
+        named = [self._describe(one.rank, step) for one in behind[:_RANKS_NAMED]]
         if len(behind) > _RANKS_NAMED:
             named.append(f"{len(behind) - _RANKS_NAMED} more")
-        return f"{waits} for {'; for '.join(named)}"
+        return "; for ".join(named)
 
     def _behind(self, now: _C.ProgressSnapshot) -> list[_Behind]:
         """Returns the ranks that are behind, the furthest first, as others may wait for it as well."""
-        needed = StepPosition(now.step, now.needed)
+        return self._behind_in(StepPosition(now.step, now.needed))
+
+    def _behind_in(self, needed: StepPosition) -> list[_Behind]:
         positions = [StepPosition(one.step, one.position) if one else StepPosition(0, 0) for one in self._block.seen]
         return sorted(
             _Behind(position, rank)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from ..ddp import nccl_ras
 from ..memory import host_memory
 from ..phases import LABELS
 from .advice import Setup, advise
@@ -35,6 +36,7 @@ _LATER_S = 0.05
 _BUSY_STEPS_PER_S, _BUSY_RECORDS_PER_S = 80, 2000
 _SYSTEM_S, _ADVICE_S = 5.0, 5.0
 _STOP_S = 5.0
+_RANKS_NAMED = 4
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
 
@@ -196,15 +198,26 @@ class Collector:
 
     def _compare(self) -> None:
         """Reports a training thread that stands still, and compares the ranks."""
-        if (hang := self._hangs.report(self._reader.standing(), self.num_steps + 1)) is not None:
-            self.hang = hang
-            self._send("hang", **asdict(hang))
-            _logger.warning("monitor: %s", hang.text)
         group = dist.group.WORLD if dist.is_initialized() else None
         if self._exchange is None and group is not None and dist.get_world_size() > 1:
             self._exchange = Exchange(group)
+        if (hang := self._hangs.report(self._reader.standing(), self.num_steps + 1)) is not None:
+            self.hang = hang = self._with_others(hang)
+            self._send("hang", **asdict(hang))
+            _logger.warning("monitor: %s", hang.text)
         if self._exchange is not None and (found := self._exchange.compare()) is not None:
             self._name(found)
+
+    def _with_others(self, hang: Hang) -> Hang:
+        """Adds where other ranks stand still, and which ranks are behind in NCCL's collectives."""
+        if self._exchange is None:
+            return hang
+        place = f"in the phase {LABELS[hang.phase]!r} at {hang.where}"
+        others = self._exchange.standing_others(self.num_steps + 1, place)
+        if len(others) > _RANKS_NAMED:
+            others = [*others[:_RANKS_NAMED], f"{len(others) - _RANKS_NAMED} more ranks stand still"]
+        text = "; ".join([hang.text, *others])
+        return replace(hang, text=f"{text}. {said}" if (said := nccl_ras.describe()) else text)
 
     def _name(self, found: Straggler) -> None:
         if self.straggler is None or (found.rank, found.phase) != (self.straggler.rank, self.straggler.phase):

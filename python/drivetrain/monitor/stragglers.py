@@ -132,6 +132,19 @@ class Exchange:
         self.has_compared = True
         return find_straggler(dict(zip(self._ranks, map(json.loads, found), strict=True)))
 
+    def standing_others(self, step: int, where: str) -> list[str]:
+        """Publishes that this rank stands still, and returns where others stand that said so in about the same step."""
+        keys = [f"{_PREFIX}standing/{other}" for other in range(len(self._ranks))]
+        others = [other for other in range(len(self._ranks)) if other != self._rank]
+
+        def ask(store: Any) -> list[tuple[int, bytes]]:
+            store.set(keys[self._rank], json.dumps([step, where]))
+            # The store would wait for a key that does not exist.
+            return [(other, store.get(keys[other])) for other in others if store.check([keys[other]])]
+
+        found = [(self._ranks[other], *json.loads(said)) for other, said in self._store.ask(ask) or []]
+        return [f"rank {rank} stands {place}" for rank, its_step, place in found if abs(its_step - step) <= 1]
+
     def _ask(self, store: Any, mine: str) -> list[bytes]:
         """Publishes this rank's profile, and returns on rank 0 all ranks' once they are there."""
         store.set(self._keys[self._rank], mine)

@@ -65,6 +65,11 @@ uint64_t fake_cuda_num_errors(void);
 // Returns the full size, or 0 if there is no such error.
 size_t fake_cuda_error_text(uint64_t index, char* text, size_t bytes);
 
+// Lists the work that runs from now on in a file, until the next call; `path` may be null. A line has the work's name
+// and the bytes of device memory that it reads and writes, separated by tabs. A byte that a kernel reads twice counts
+// once.
+void fake_cuda_record(const char* path);
+
 // Seeds the random delays and orders. The environment variable FAKE_CUDA_SEED sets the first seed.
 void fake_cuda_seed(uint64_t seed);
 // Sets the longest delay of a stream's work, in microseconds (initially FAKE_CUDA_DELAY_US).

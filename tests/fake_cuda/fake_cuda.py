@@ -2,6 +2,11 @@
 
 import ctypes
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 
 def is_loaded() -> bool:
@@ -15,6 +20,7 @@ def _library() -> ctypes.CDLL:
         getattr(library, name).restype = ctypes.c_uint64
     library.fake_cuda_error_text.restype = ctypes.c_size_t
     library.fake_cuda_error_text.argtypes = (ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t)
+    library.fake_cuda_record.argtypes = (ctypes.c_char_p,)
     library.fake_cuda_seed.argtypes = (ctypes.c_uint64,)
     library.fake_cuda_set_delay.argtypes = (ctypes.c_uint64,)
     return library
@@ -38,6 +44,34 @@ def errors(since: int = 0) -> list[str]:
         _library().fake_cuda_error_text(index, text, len(text))
         texts.append(text.value.decode(errors="replace"))
     return texts
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Work that a stream ran: a kernel, a copy or a fill, and the bytes of device memory that it read and wrote."""
+
+    name: str
+    bytes_read: int
+    bytes_written: int
+
+
+@contextmanager
+def recording() -> Iterator[list[Ran]]:
+    """Yields a list that has, after the block, the work that all streams ran in it. Synchronizes before and after."""
+    import torch
+
+    found: list[Ran] = []
+    with tempfile.NamedTemporaryFile() as file:
+        torch.cuda.synchronize()
+        _library().fake_cuda_record(os.fsencode(file.name))
+        try:
+            yield found
+            torch.cuda.synchronize()
+        finally:
+            _library().fake_cuda_record(None)
+        for line in Path(file.name).read_text().splitlines():
+            name, bytes_read, bytes_written = line.split("\t")
+            found.append(Ran(name, int(bytes_read), int(bytes_written)))
 
 
 def seed(number: int) -> None:

@@ -30,6 +30,7 @@ class Defect:
     messages: tuple[str, ...]  # regular expressions that must all match the output
 
 
+LAUNCHES = "tests/fake_cuda/test_launches.py::test_a_row_launches_what_the_table_says"
 DEFECTS = [
     Defect(
         "2",
@@ -149,6 +150,45 @@ def no_waiting() -> Iterator[None]:
             "tests/optim/test_optim_cuda.py::test_a_step_does_not_wait_for_the_device[adamw_amsgrad]",
         ),
         ("Synchronization debug mode is a prototype feature", "called a synchronizing CUDA operation"),
+    ),
+    Defect(
+        "14a",
+        "a step with 24-bit masters has no kernel for its parameters with float32 states",
+        "csrc/optim/step_plan.h",
+        "  X(Adam, kBFloat16Remainder8, kBFloat16, kFloat32)   \\\n",
+        "",
+        (LAUNCHES,),
+        (r"AdamW bf16, 8-bit remainder, 8-bit states, GPT-2 .*loop_cuda<Adam, float>",),
+    ),
+    Defect(
+        "14b",
+        "the usual mixed precision has no kernel",
+        "csrc/optim/step_plan.h",
+        "  X(Adam, kBFloat16Remainder16, kBFloat16, kFloat32)  \\\n",
+        "",
+        (LAUNCHES,),
+        (r"AdamW bf16, 16-bit remainder, fp32 states, GPT-2 .*loop_cuda<Adam, float>",),
+    ),
+    Defect(
+        "14c",
+        "every replay of a captured step writes its table again",
+        "csrc/base/device_table.cpp",
+        "    ended_tables().free();\n    KeptForGraph",
+        "    on_device_ = table_of_launch(bytes, device, stream);\n"
+        "    return static_cast<char*>(on_device_.data_ptr());\n"
+        "    KeptForGraph",
+        (LAUNCHES,),
+        (r"AdamW fp32, GPT-2 \| `start_step`, `step_kernel<Adam, Float32, Float32, Float32>` \| 0 \| (?!2 )\d+ \|",),
+    ),
+    Defect(
+        "14d",
+        "LAMB's norms take a pass over the parameters twice",
+        "csrc/optim/run_cuda.cpp",
+        "    adapt_cuda(job, batch.num_chunks, static_cast<TrustRatioSums*>(sums.data_ptr()), of_params, stream);\n",
+        2
+        * "    adapt_cuda(job, batch.num_chunks, static_cast<TrustRatioSums*>(sums.data_ptr()), of_params, stream);\n",
+        (LAUNCHES,),
+        (r"LAMB fp32, GPT-2 .*2 x `trust_ratio_sums<Lamb, float>`",),
     ),
 ]
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the stand-in and the package for it, and runs the GPU tests on them. See README.md.
-# Usage: run.sh PYTHON [--build | pytest arguments]
-# --build only installs torch and the tools, and builds, which CI does while it tests the package.
+# Usage: run.sh PYTHON [--build | --python arguments | pytest arguments]
+# --build only installs torch and the tools, and builds, which CI does while it tests the package. --python runs a script.
 # PART=ci runs only the tests in ci_part.txt and the stand-in's own. SEEDS (default: "1 2 3") lists the seeds of stream
 # delays and orders; each seed is one run.
 set -euo pipefail
@@ -35,11 +35,15 @@ export PATH
 cmake -S tests/fake_cuda -B "$folder" -G Ninja -DPython_EXECUTABLE="$layer/bin/python" > "$folder/cmake.log" || { cat "$folder/cmake.log"; exit 1; }
 cmake --build "$folder"
 "$layer/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
-  -Cbuild-dir=build/fake_cuda_module -Ccmake.define.DRIVETRAIN_CUDA=emulated
+  -Cbuild-dir=build/fake_cuda_module -Cinstall.strip=false -Ccmake.define.DRIVETRAIN_CUDA=emulated
 [ "${1:-}" != --build ] || exit 0
 
-export LD_PRELOAD="$folder/libcudart.so.13 $folder/libcuda.so.1 $folder/libnccl.so.2" PYTHONPATH="$PWD/tests/fake_cuda" FAKE_CUDA_ON_ERROR=record
+export LD_PRELOAD="$folder/libcudart.so.13 $folder/libcuda.so.1 $folder/libnccl.so.2" PYTHONPATH="$PWD/tests/fake_cuda:$PWD/benchmarks" FAKE_CUDA_ON_ERROR=record
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+if [ "${1:-}" = --python ]; then
+  shift
+  exec "$layer/bin/python" "$@"
+fi
 if [ $# -gt 0 ]; then
   exec "$layer/bin/python" -m pytest -p fake_cuda_plugin "$@"
 fi

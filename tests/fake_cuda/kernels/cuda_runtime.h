@@ -42,19 +42,13 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
 
 namespace fake_cuda_kernels {
 
-cudaError_t enqueue(const cudaLaunchConfig_t& config, const char* signature, std::function<void()> thread);
-
-// Returns a text that names the kernel's parameter types. A kernel's pointer has no other name at compile time.
-template <class... Params>
-const char* signature() {
-  return __PRETTY_FUNCTION__;
-}
+cudaError_t enqueue(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> thread);
 
 }  // namespace fake_cuda_kernels
 
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   return fake_cuda_kernels::enqueue(
-      *config, fake_cuda_kernels::signature<Params...>(),
+      *config, reinterpret_cast<const void*>(kernel),
       [kernel, held = std::tuple<std::decay_t<Params>...>(args...)] { std::apply(kernel, held); });
 }

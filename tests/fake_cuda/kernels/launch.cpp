@@ -1,18 +1,23 @@
 // Enqueues kernels on fake streams and checks the bytes that each accessed for races.
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <elf.h>
+
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "accesses.h"
 #include "cuda_runtime.h"
 #include "fake_cuda.h"
-#include "fake_cuda_kernels.h"
 
 namespace fake_cuda_kernels {
 
 namespace {
-
-thread_local const char* name_of_launches = nullptr;
 
 struct Launch {
   cudaLaunchConfig_t config;
@@ -29,27 +34,49 @@ int run(void* context) {
   return error == cudaSuccess ? FAKE_CUDA_DONE : FAKE_CUDA_FAILED;
 }
 
-// Turns "... [with Params = {drivetrain::optim::StepStart}]" into "our kernel(drivetrain::optim::StepStart)".
-std::string name_of(const std::string& signature) {
-  const size_t open = signature.find('{'), close = signature.rfind('}');
-  if (open == std::string::npos || close == std::string::npos) return signature;
-  return "our kernel(" + signature.substr(open + 1, close - open - 1) + ")";
+// Reads the functions of the library that contains `kernel` from its table of symbols, by their offset in the library.
+// dladdr() finds no kernel, as a kernel's symbol is not exported.
+std::map<uintptr_t, std::string> read_functions(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  std::map<uintptr_t, std::string> functions;
+  if (bytes.size() < sizeof(Elf64_Ehdr)) return functions;
+  const auto* elf = reinterpret_cast<const Elf64_Ehdr*>(bytes.data());
+  const auto* sections = reinterpret_cast<const Elf64_Shdr*>(bytes.data() + elf->e_shoff);
+  for (unsigned i = 0; i < elf->e_shnum; ++i) {
+    if (sections[i].sh_type != SHT_SYMTAB) continue;
+    const auto* symbols = reinterpret_cast<const Elf64_Sym*>(bytes.data() + sections[i].sh_offset);
+    const char* names = bytes.data() + sections[sections[i].sh_link].sh_offset;
+    for (size_t s = 0; s < sections[i].sh_size / sizeof(Elf64_Sym); ++s) {
+      if (ELF64_ST_TYPE(symbols[s].st_info) == STT_FUNC) functions[symbols[s].st_value] = names + symbols[s].st_name;
+    }
+  }
+  return functions;
+}
+
+// Returns "our kernel " and the kernel's name with its template arguments.
+std::string name_of(const void* kernel) {
+  Dl_info library = {};
+  if (dladdr(kernel, &library) == 0) return "our kernel";
+  static const auto functions = read_functions(library.dli_fname);
+  const auto found =
+      functions.find(reinterpret_cast<uintptr_t>(kernel) - reinterpret_cast<uintptr_t>(library.dli_fbase));
+  if (found == functions.end()) return "our kernel (the library has no table of symbols)";
+  int status = 0;
+  const std::unique_ptr<char, decltype(&std::free)> name{
+      abi::__cxa_demangle(found->second.c_str(), nullptr, nullptr, &status), &std::free};
+  return "our kernel " + (name ? std::string(name.get()) : found->second);
 }
 
 }  // namespace
 
-Named::Named(const char* name) : former_(name_of_launches) { name_of_launches = name; }
-Named::~Named() { name_of_launches = former_; }
-
-cudaError_t enqueue(const cudaLaunchConfig_t& config, const char* signature, std::function<void()> thread) {
+cudaError_t enqueue(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> thread) {
   const unsigned threads = config.blockDim.x;
   if (config.gridDim.x == 0 || threads == 0 || threads > 1024) return cudaErrorInvalidConfiguration;
-  const std::string name =
-      name_of_launches != nullptr ? "our kernel, " + std::string(name_of_launches) : name_of(signature);
   auto launch = std::make_unique<Launch>(Launch{config, std::move(thread)});
   const int error = fake_cuda_enqueue(
-      config.stream, name.c_str(), &run, launch.release(), [](void* context) { delete static_cast<Launch*>(context); },
-      nullptr, 0);
+      config.stream, name_of(kernel).c_str(), &run, launch.release(),
+      [](void* context) { delete static_cast<Launch*>(context); }, nullptr, 0);
   return static_cast<cudaError_t>(error);
 }
 

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -72,6 +73,7 @@ struct Op {
   bool has_begun = false;
   bool is_done = false;
   Time done_at;
+  mutable uint64_t bytes_read = 0, bytes_written = 0;  // each byte once, unless `ranges` repeat it
 };
 using OpRef = std::shared_ptr<Op>;
 
@@ -154,7 +156,8 @@ struct State {
   cudaError_t device_error = cudaSuccess;
   bool has_executor = false;
   bool is_stopping = false;
-  bool is_running = false;  // whether the executor is running work
+  bool is_running = false;                // whether the executor is running work
+  std::unique_ptr<std::ofstream> record;  // lists the work that runs; see fake_cuda_record
 };
 State& state();
 using Lock = std::unique_lock<std::mutex>;

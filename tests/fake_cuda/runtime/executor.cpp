@@ -35,6 +35,9 @@ void finish(const OpRef& op, int outcome) {
   State& all = state();
   Stream* stream = op->stream;
   op->is_done = true;
+  if (all.record && op->work->run) {
+    *all.record << op->work->name << '\t' << op->bytes_read << '\t' << op->bytes_written << '\n';
+  }
   op->done_at = std::chrono::steady_clock::now();
   op->deps.clear();
   op->work = nullptr;
@@ -123,3 +126,8 @@ const OpRef& running() { return current_op; }
 }  // namespace fake_cuda
 
 FAKE_CUDA_API int fake_cuda_is_executor() { return fake_cuda::is_executor(); }
+
+FAKE_CUDA_API void fake_cuda_record(const char* path) {
+  const fake_cuda::Lock lock(fake_cuda::state().mutex);
+  fake_cuda::state().record = path != nullptr ? std::make_unique<std::ofstream>(path) : nullptr;
+}

@@ -88,6 +88,7 @@ void check_access(const Op& op, uintptr_t address, size_t bytes, bool writes) {
   if (bytes == 0) return;
   const Place place = place_of(reinterpret_cast<void*>(address));
   if (place.kind == Kind::kPageable) return;
+  if (place.kind == Kind::kDevice) (writes ? op.bytes_written : op.bytes_read) += bytes;
   if (!place.is_known) {
     report("memory that is not allocated",
            op.info->describe() + (writes ? " writes " : " reads ") + describe_address(address));

@@ -157,7 +157,7 @@ def no_waiting() -> Iterator[None]:
         "csrc/optim/step_plan.h",
         "  X(Adam, kBFloat16Remainder8, kBFloat16, kFloat32)   \\\n",
         "",
-        (LAUNCHES,),
+        (f"{LAUNCHES}[AdamW bf16, 8-bit remainder, 8-bit states, GPT-2]",),
         (r"AdamW bf16, 8-bit remainder, 8-bit states, GPT-2 .*loop_cuda<Adam, float>",),
     ),
     Defect(
@@ -166,7 +166,7 @@ def no_waiting() -> Iterator[None]:
         "csrc/optim/step_plan.h",
         "  X(Adam, kBFloat16Remainder16, kBFloat16, kFloat32)  \\\n",
         "",
-        (LAUNCHES,),
+        (f"{LAUNCHES}[AdamW bf16, 16-bit remainder, fp32 states, GPT-2]",),
         (r"AdamW bf16, 16-bit remainder, fp32 states, GPT-2 .*loop_cuda<Adam, float>",),
     ),
     Defect(
@@ -177,7 +177,7 @@ def no_waiting() -> Iterator[None]:
         "    on_device_ = table_of_launch(bytes, device, stream);\n"
         "    return static_cast<char*>(on_device_.data_ptr());\n"
         "    KeptForGraph",
-        (LAUNCHES,),
+        (f"{LAUNCHES}[AdamW fp32, GPT-2]",),
         (r"AdamW fp32, GPT-2 \| `start_step`, `step_kernel<Adam, Float32, Float32, Float32>` \| 0 \| (?!2 )\d+ \|",),
     ),
     Defect(
@@ -187,7 +187,7 @@ def no_waiting() -> Iterator[None]:
         "    adapt_cuda(job, batch.num_chunks, static_cast<TrustRatioSums*>(sums.data_ptr()), of_params, stream);\n",
         2
         * "    adapt_cuda(job, batch.num_chunks, static_cast<TrustRatioSums*>(sums.data_ptr()), of_params, stream);\n",
-        (LAUNCHES,),
+        (f"{LAUNCHES}[LAMB fp32, GPT-2]",),
         (r"LAMB fp32, GPT-2 .*2 x `trust_ratio_sums<Lamb, float>`",),
     ),
 ]

@@ -11,9 +11,8 @@ import fake_cuda
 
 @pytest.mark.parametrize("what", launches.rows())
 def test_a_row_launches_what_the_table_says(what: str) -> None:
-    assert launches.line(launches.rows()[what]()) == launches.committed().get(what), (
-        "make launches ARGS=--write writes the table again"
-    )
+    found, expected = launches.line(launches.rows()[what]()), launches.committed().get(what)
+    assert found == expected, f"{found}\nis not {expected}; make launches ARGS=--write writes the table again"
 
 
 def test_the_table_has_no_other_rows() -> None:

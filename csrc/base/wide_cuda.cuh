@@ -43,13 +43,12 @@ __device__ __forceinline__ void load_vector(const void* from, uint32_t* words) {
 #endif
 }
 
-// Loads 16 bytes again instead of keeping them in registers: to the compiler, another thread of the block may have
-// changed them. The nearest cache has them.
-__device__ __forceinline__ void reload_vector(const void* from, uint32_t* words) {
+// Loads 16 bytes of shared memory again instead of keeping them in registers.
+__device__ __forceinline__ void reload_shared(const void* from, uint32_t* words) {
 #ifdef __CUDA_ARCH__
-  asm volatile("ld.relaxed.cta.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "l"(from));
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))));
 #elif !defined(__CUDACC__)
   if (!is_aligned(from, kWideBytes)) std::abort();
   std::memcpy(words, from, kWideBytes);

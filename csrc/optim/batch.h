@@ -49,7 +49,7 @@ struct Batch {
     const Factored* factored;
     const ParamJob* momenta;
     ParamJob* steps;
-    const StepItem* items;
+    const StepBlock* blocks;
     ParamJob* others;
   } placed = {};
   StepPlan plan = {};

@@ -62,6 +62,7 @@ struct StepStart {
   const GradScaling* grad_scaling;
   StepRecord* records = nullptr;
   ParamJob* others = nullptr;
+  GradScaling grad_scaling_of_host = {};  // of the records where grad_scaling is null
 };
 void start_cuda(const StepStart& start, void* stream);
 
@@ -74,9 +75,8 @@ void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matri
 // (trust_ratio.h). Writes nothing else.
 void adapt_cuda(const StepJob& job, int64_t num_chunks, TrustRatioSums* sums, RuleArgs* rules, void* stream);
 
-// Enqueues one launch of a plan (step_plan.h). `records` and `items` are the whole plan's.
-void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepItem* items, const StepJob& job,
-                      void* stream);
+// Enqueues one launch of a plan (step_plan.h). `records` and `blocks` are the whole plan's.
+void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepBlock* blocks, void* stream);
 
 // Enqueues the whole step except norms, with formats chosen at run time.
 void step_cuda(const StepJob& job, void* stream);

@@ -15,6 +15,6 @@ void start_cuda(const StepStart&, void*) { refuse_cuda(); }
 void factor_cuda(const StepJob&, const Factored*, int32_t, int64_t, int64_t, void*) { refuse_cuda(); }
 void adapt_cuda(const StepJob&, int64_t, TrustRatioSums*, RuleArgs*, void*) { refuse_cuda(); }
 void step_cuda(const StepJob&, void*) { refuse_cuda(); }
-void step_kernel_cuda(const StepLaunch&, const StepRecord*, const StepItem*, const StepJob&, void*) { refuse_cuda(); }
+void step_kernel_cuda(const StepLaunch&, const StepRecord*, const StepBlock*, void*) { refuse_cuda(); }
 
 }  // namespace drivetrain::optim

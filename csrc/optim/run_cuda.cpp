@@ -54,7 +54,7 @@ void place_on_device(Batch& batch) {
   const size_t params_begin = append(batch.params), starts_begin = append(starts);
   const size_t factored_begin = append(batch.factoring.matrices);
   const size_t momenta_begin = append(batch.muon.momenta), steps_begin = append(batch.muon.steps);
-  const size_t items_begin = append(batch.plan.items), others_begin = append(others);
+  const size_t blocks_begin = append(batch.plan.blocks), others_begin = append(others);
   void* const stream = current_stream(batch.device);
   char* const table = batch.table.hold(bytes, batch.device, stream);
   batch.placed.params = reinterpret_cast<ParamJob*>(table + params_begin);
@@ -62,7 +62,7 @@ void place_on_device(Batch& batch) {
   batch.placed.factored = reinterpret_cast<const Factored*>(table + factored_begin);
   batch.placed.momenta = reinterpret_cast<const ParamJob*>(table + momenta_begin);
   batch.placed.steps = reinterpret_cast<ParamJob*>(table + steps_begin);
-  batch.placed.items = reinterpret_cast<const StepItem*>(table + items_begin);
+  batch.placed.blocks = reinterpret_cast<const StepBlock*>(table + blocks_begin);
   batch.placed.others = reinterpret_cast<ParamJob*>(table + others_begin);
   bytes.clear();
   append(batch.numbers);
@@ -112,11 +112,11 @@ void run_on_device(Batch& batch, StepJob job) {
   job.num_rules = job.num_params;
   start_cuda({job.kind, is_muon ? batch.placed.steps : batch.placed.params, batch.placed.starts, batch.placed.numbers,
               of_params, job.num_params, static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()),
-              job.grad_scaling_on_device, records, batch.placed.others},
+              job.grad_scaling_on_device, records, batch.placed.others, job.grad_scaling},
              stream);
   if (is_planned) {
     for (const StepLaunch& launch : batch.plan.launches) {
-      step_kernel_cuda(launch, records, batch.placed.items, job, stream);
+      step_kernel_cuda(launch, records, batch.placed.blocks, stream);
     }
     if (num_others == 0) return;
     job.params = batch.placed.others;

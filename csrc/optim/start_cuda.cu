@@ -25,7 +25,9 @@ __device__ void make_rule(const StepStart& step, int64_t i, const Hypers& hypers
   }
   if constexpr (kHasKernels<kKind>) {
     if (step.records != nullptr && step.starts[i].other < 0) {
-      step.records[i] = record_of(param, rule_from<RuleOf<float>>(args));
+      const GradScaling* const on_device = step.grad_scaling;
+      step.records[i] = record_of(param, rule_from<RuleOf<float>>(args),
+                                  on_device != nullptr ? *on_device : step.grad_scaling_of_host);
       return;
     }
   }

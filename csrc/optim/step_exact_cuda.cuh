@@ -8,20 +8,21 @@ namespace drivetrain::optim {
 template <template <class> class RuleOf, Format kParam, Format kGrad, Format kState>
 struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
   using Base = StepValues<RuleOf, kParam, kGrad, kState>;
+  using Base::element;
+  using Base::head_of;
   using Base::is_squared;
   using Base::kCodes;
   using Base::kElements;
   using Base::kStates;
-  using Base::kUnit;
-  using Base::kUnitStride;
   using Base::pointers_of;
   using Base::rule_of;
+  using typename Base::Pointers;
   using typename Base::Prepared;
   using typename Base::Rule;
 
   // Loads and stores one element with the bits of the CPU, for any value and alignment.
 
-  static __device__ __forceinline__ float loaded_param(const StepRecord& at, int64_t e) {
+  static __device__ __forceinline__ float loaded_param(const Pointers& at, int64_t e) {
     if constexpr (kParam == Format::kFloat32) return reinterpret_cast<const float*>(at.param)[e];
     const uint16_t half = reinterpret_cast<const uint16_t*>(at.param)[e];
     if constexpr (kParam == Format::kBFloat16) return float_from_bfloat16(half);
@@ -33,7 +34,7 @@ struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
     }
     return join8(half, reinterpret_cast<const int8_t*>(at.param_extra)[e]);
   }
-  static __device__ __forceinline__ void store_param(const StepRecord& at, int64_t e, float value) {
+  static __device__ __forceinline__ void store_param(const Pointers& at, int64_t e, float value) {
     auto& half = reinterpret_cast<uint16_t*>(at.param)[e];
     if constexpr (kParam == Format::kFloat32) {
       reinterpret_cast<float*>(at.param)[e] = value;
@@ -70,11 +71,11 @@ struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
   }
 
   template <class Kind>
-  static __device__ __forceinline__ float loaded_code(const StepRecord& at, int s, int64_t e) {
+  static __device__ __forceinline__ float loaded_code(const Pointers& at, int s, int64_t e) {
     const float scale = reinterpret_cast<const float*>(at.state[s].extra)[e / kBlock];
     return decode_any<Kind>(reinterpret_cast<const typename Kind::Code*>(at.state[s].data)[e], scale);
   }
-  static __device__ __forceinline__ float loaded_state(const StepRecord& at, int s, int64_t e) {
+  static __device__ __forceinline__ float loaded_state(const Pointers& at, int s, int64_t e) {
     if constexpr (kCodes) {
       return is_squared(s) ? loaded_code<SquaredCode>(at, s, e) : loaded_code<SignedCode>(at, s, e);
     } else {
@@ -82,40 +83,31 @@ struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
     }
   }
 
-  // Returns the index of a lane's element k. Lanes without wide access take turns, unless codes depend on their order.
-  static __device__ __forceinline__ int64_t element(int64_t first, unsigned team, bool wide, int k) {
-    const int lane = static_cast<int>(lane_of(team));
-    if (!kCodes && !wide) return first + k * team + lane;
-    return first + k / kUnit * kUnitStride + lane * kUnit + k % kUnit;
-  }
-
   // Updates element by element, in place, in rare cases. Elements beyond the parameter's end count as 0 in their block.
-  static __device__ __forceinline__ void update_exactly(const StepKernelJob& job, int param, int64_t first,
-                                                        unsigned team, bool wide, Prepared& prepared) {
+  static __device__ __forceinline__ void update_exactly(const StepRecord* own, uint32_t unit, Prepared& prepared) {
 #pragma unroll 1
     for (int k = 0; k < kElements; ++k) {
-      const StepRecord at = pointers_of(job, param);
-      const Rule rule = rule_of(job, param);
-      const float factor = lane_scaling_of(job).factor;
-      const int64_t e = element(first, team, wide, k);
-      float own[kMaxStates] = {};
+      const Pointers at = pointers_of(own);
+      const Rule rule = rule_of(own);
+      const int64_t e = element(unit, k);
+      float state[kMaxStates] = {};
       if (e < at.numel) {
         float value = loaded_param(at, e);
 #pragma unroll
-        for (int s = 0; s < kStates; ++s) own[s] = loaded_state(at, s, e);
-        rule(value, factor * loaded_plain<kGrad>(at.grad, e), own);
+        for (int s = 0; s < kStates; ++s) state[s] = loaded_state(at, s, e);
+        rule(value, head_of(own).factor * loaded_plain<kGrad>(at.grad, e), state);
         store_param(at, e, value);
       }
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
         if constexpr (kCodes) {
-          const float to_code = is_squared(s) ? SquaredCode::prepare(own[s]) : own[s];
+          const float to_code = is_squared(s) ? SquaredCode::prepare(state[s]) : state[s];
 #pragma unroll
           for (int j = 0; j < kElements; ++j) {
             if (j == k) prepared.value[s][j] = to_code;
           }
         } else if (e < at.numel) {
-          store_plain<kState>(at.state[s].data, e, own[s]);
+          store_plain<kState>(at.state[s].data, e, state[s]);
         }
       }
     }
@@ -125,12 +117,11 @@ struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
 template <template <class> class RuleOf, Format kParam, Format kGrad, Format kState>
 struct StepCodes : StepExact<RuleOf, kParam, kGrad, kState> {
   using Base = StepExact<RuleOf, kParam, kGrad, kState>;
-  using Base::element;
   using Base::is_squared;
   using Base::kElements;
   using Base::kStateBytes;
   using Base::kStates;
-  using Base::kUnit;
+  using Base::kUnits;
   using typename Base::Prepared;
   using typename Base::Raw;
 
@@ -148,9 +139,12 @@ struct StepCodes : StepExact<RuleOf, kParam, kGrad, kState> {
   // Encodes a warp's block of a state; all lanes call it. Elements beyond the parameter's end count as 0.
   template <class Kind>
   static __device__ __forceinline__ void encode(Raw& raw, int s, const float (&prepared)[kElements]) {
+    // Roots have no sign.
+    constexpr bool kHasSigns = std::is_same_v<Kind, SignedCode>;
     uint32_t largest = 0;
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) largest = larger_bits(largest, magnitude_bits(prepared[k]));
+    for (int k = 0; k < kElements; ++k)
+      largest = larger_bits(largest, kHasSigns ? magnitude_bits(prepared[k]) : bits_as<uint32_t>(prepared[k]));
     largest = __reduce_max_sync(kAllLanes, largest);
     const bool is_special = largest >= kInfinity;  // equal for all lanes
     if (is_special) {
@@ -181,9 +175,8 @@ struct StepCodes : StepExact<RuleOf, kParam, kGrad, kState> {
   }
 
   // Stores the codes of all states and their scales.
-  static __device__ __forceinline__ void encode_states(const StepRecord& to, int64_t first, bool wide, Raw& raw,
+  static __device__ __forceinline__ void encode_states(const StepRecord* own, uint32_t unit, Raw& raw,
                                                        const Prepared& prepared) {
-    const int lane = static_cast<int>(lane_of(kWarp));
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       if (is_squared(s)) {
@@ -191,18 +184,16 @@ struct StepCodes : StepExact<RuleOf, kParam, kGrad, kState> {
       } else {
         encode<SignedCode>(raw, s, prepared.value[s]);
       }
-      if (wide) {
-        Base::template store_stream<kStateBytes>(to.state[s].data, first + lane * kUnit, raw.state[s]);
+      const auto pointers = Base::pointers_of(own);
+      const auto to = pointers.state[s];
+      if (Base::head_of(own).is_wide(unit)) {
+        Base::template store_stream<kStateBytes, true>(to.data, unit, pointers.numel, raw.state[s]);
       } else {
-#pragma unroll
-        for (int k = 0; k < kElements; ++k) {
-          const int64_t e = element(first, kWarp, wide, k);
-          if (e < to.numel) to.state[s].data[e] = static_cast<char>(byte_of(raw.state[s], k));
-        }
+        Base::template store_stream<kStateBytes, false>(to.data, unit, pointers.numel, raw.state[s]);
       }
-      if (lane == 0) {
+      if (lane_of(kWarp) == 0) {
         const uint32_t word[1] = {bits_as<uint32_t>(raw.scale[s])};
-        store_vector<1>(to.state[s].extra + first / kBlock * 4, word);
+        store_vector<1>(to.extra + static_cast<uint64_t>(unit / (kUnits * kWarp)) * 4, word);
       }
     }
   }

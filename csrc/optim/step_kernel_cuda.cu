@@ -16,12 +16,9 @@ constexpr Kernel kKernels[] = {
 
 }  // namespace
 
-void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepItem* items, const StepJob& job,
-                      void* stream) {
-  const StepKernelJob kernel_job = {records, items + launch.first_item, job.grad_scaling_on_device, job.grad_scaling,
-                                    launch.num_items};
+void step_kernel_cuda(const StepLaunch& launch, const StepRecord* records, const StepBlock* blocks, void* stream) {
   launch_cuda("launching the optimizer step", kKernels[launch.kernel], launch.num_blocks, kStepThreads, stream,
-              kernel_job);
+              StepKernelJob{records, blocks + launch.first_block});
 }
 
 }  // namespace drivetrain::optim

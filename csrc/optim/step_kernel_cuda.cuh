@@ -13,20 +13,16 @@ struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
   using Base::element;
   using Base::encode_states;
   using Base::grad_value;
+  using Base::head_of;
   using Base::is_squared;
-  using Base::is_wide;
   using Base::kCodes;
   using Base::kElements;
-  using Base::kExtraBytes;
   using Base::kGradBytes;
-  using Base::kPairs;
-  using Base::kParamBytes;
   using Base::kSmall;
-  using Base::kStateBytes;
   using Base::kStates;
   using Base::kTeam;
   using Base::kUnit;
-  using Base::load;
+  using Base::kUnits;
   using Base::param_value;
   using Base::pointers_of;
   using Base::put_param;
@@ -34,6 +30,8 @@ struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
   using Base::rule_of;
   using Base::state_value;
   using Base::update_exactly;
+  using typename Base::Head;
+  using typename Base::Pointers;
   using typename Base::Prepared;
   using typename Base::Raw;
   using typename Base::Rule;
@@ -59,7 +57,8 @@ struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
         if constexpr (kParam != Format::kFloat32) zero = fmaf(value.value, 0.0f, zero);
 #pragma unroll
         for (int s = 0; s < kStates; ++s) {
-          if (kCodes && is_squared(s)) own[s] = square_root(own[s]);
+          // Rules with codes divide by the same root, which checks its range.
+          if (kCodes && is_squared(s)) own[s] = formats::square_root_in_range(own[s].value);
           state[s][k] = own[s].value;
           met = joined(met, own[s].met);
           if constexpr (kState == Format::kBFloat16) zero = fmaf(own[s].value, 0.0f, zero);
@@ -80,83 +79,79 @@ struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
   }
 
   // Writes gradients after the step. Scaled ones are read again: they are rarely needed, and registers are scarce.
-  static __device__ __forceinline__ void leave_grads(const StepRecord& at, const LaneScaling& grad_scaling,
-                                                     int64_t first, unsigned team, bool wide) {
-    if (wide && grad_scaling.after == GradAfter::kZero) {
+  static __device__ __forceinline__ void leave_grads(const StepRecord* own, uint32_t unit) {
+    const Head head = head_of(own);
+    const Pointers at = pointers_of(own);
+    const bool zeroes = head.after() == GradAfter::kZero;
+    if (zeroes && head.is_wide(unit)) {
       const uint32_t zeros[kElements * kGradBytes / 4] = {};
-      return Base::template store_stream<kGradBytes>(at.grad, first + lane_of(team) * kUnit, zeros);
+      return Base::template store_stream<kGradBytes, true>(at.grad, unit, at.numel, zeros);
     }
 #pragma unroll 1
     for (int k = 0; k < kElements; ++k) {
-      const int64_t e = element(first, team, wide, k);
+      const int64_t e = element(unit, k);
       if (e >= at.numel) continue;
-      const float grad = grad_scaling.after == GradAfter::kZero
-                             ? 0.0f
-                             : grad_scaling.factor * Base::template loaded_plain<kGrad>(at.grad, e);
-      Base::template store_plain<kGrad>(at.grad, e, grad);
+      const float after = zeroes ? 0.0f : head.factor * Base::template loaded_plain<kGrad>(at.grad, e);
+      Base::template store_plain<kGrad>(at.grad, e, after);
     }
   }
 
-  // Updates a team's kElements per lane from `first` on. Returns false if there are none.
-  static __device__ __forceinline__ bool update(const StepKernelJob& job, int param, int64_t first, unsigned team,
-                                                bool skips) {
-    const StepRecord from = pointers_of(job, param);
-    if (first >= from.numel) return false;
-    const bool wide = is_wide(from, first, team);
-    if (!skips) {
+  // Updates a lane's elements, whose first unit is number `unit` of the parameter.
+  static __device__ __forceinline__ void update(const StepRecord* own, uint32_t unit) {
+    const Head head = head_of(own);
+    if (!head.skips()) {
       Raw raw;
       Prepared prepared;
-      bool is_computed = false;
-      if (wide) {
-        const int64_t i = first + lane_of(team) * kUnit;
-        load(from, i, raw);
-        is_computed = compute(rule_of(job, param), lane_scaling_of(job).factor, raw, prepared);
-        if (is_computed) {
-          const StepRecord to = pointers_of(job, param);
-          Base::template store_stream<kParamBytes>(to.param, i, raw.param);
-          if constexpr (kPairs) Base::template store_stream<kExtraBytes>(to.param_extra, i, raw.extra);
-          if constexpr (!kCodes) {
-#pragma unroll
-            for (int s = 0; s < kStates; ++s)
-              Base::template store_stream<kStateBytes>(to.state[s].data, i, raw.state[s]);
-          }
-        }
+      if (head.is_wide(unit)) {
+        Base::template load<true>(own, unit, raw);
+      } else {
+        Base::template load<false>(own, unit, raw);
       }
-      if (!is_computed) update_exactly(job, param, first, team, wide, prepared);
-      if constexpr (kCodes) encode_states(pointers_of(job, param), first, wide, raw, prepared);
+      if (!compute(rule_of(own), head.factor, raw, prepared)) {
+        update_exactly(own, unit, prepared);
+      } else if (head_of(own).is_wide(unit)) {
+        Base::template store<true>(own, unit, raw);
+      } else {
+        Base::template store<false>(own, unit, raw);
+      }
+      if constexpr (kCodes) encode_states(own, unit, raw, prepared);
     }
-    const LaneScaling grad_scaling = lane_scaling_of(job);
-    if (grad_scaling.after != GradAfter::kKeep) leave_grads(pointers_of(job, param), grad_scaling, first, team, wide);
-    return true;
+    if (head_of(own).after() != GradAfter::kKeep) leave_grads(own, unit);
   }
 
   static __device__ __forceinline__ void run(const StepKernelJob& job) {
-    const LaneScaling grad_scaling = lane_scaling_of(job);
-    if (grad_scaling.skips && grad_scaling.after != GradAfter::kZero) return;
-    const int block = static_cast<int>(blockIdx.x);
+    constexpr uint32_t kUnitsOfBlock = kBlockElements / kUnit;
+    __shared__ SharedRecord records[kStepThreads / kLanesOfSmall];
     const unsigned thread = threadIdx.x;
-    const StepItem item = load_aligned(job.items + find_item(job.items, job.num_items, block));
-    int param = item.first_param;
-    // A team of lanes takes the elements [first, end), in strides where the block has more than one tile.
-    int64_t first = 0, end = kSmall;
-    unsigned team = kWarp;
-    if (item.num_params > 0) {
-      if (static_cast<int>(thread / kTeam) >= item.num_params) return;
-      param += static_cast<int>(thread / kTeam);
-      team = kTeam;
+    uint32_t words[2];
+    load_vector<2>(job.blocks + blockIdx.x, words);
+    const auto part = static_cast<int32_t>(words[1]);
+    const bool is_small = part < 0;
+    const auto team = is_small ? static_cast<int32_t>(thread / kTeam) : 0;
+    const bool has_param = !is_small || team < -part;
+    const auto param = static_cast<int32_t>(words[0]) + (has_param ? team : 0);
+    SharedRecord& own = records[thread / kLanesOfSmall];
+    const unsigned lane = lane_of(kLanesOfSmall);
+    load_vector<2>(reinterpret_cast<const uint64_t*>(job.records + param) + lane, words);
+    reinterpret_cast<uint64_t*>(&own)[lane] = static_cast<uint64_t>(words[1]) << 32 | words[0];
+    __syncwarp();
+    if (!has_param) return;
+    const Head head = head_of(&own.record);
+    if (head.skips() && head.after() != GradAfter::kZero) return;
+    uint32_t unit =
+        is_small ? lane_of(kTeam)
+                 : static_cast<uint32_t>(part) * kUnitsOfBlock + thread / kWarp * (kWarp * kUnits) + lane_of(kWarp);
+    if constexpr (kCodes) {
+      // All lanes of a warp encode its block.
+      if (unit - lane_of(kWarp) < head.units) update(&own.record, unit);
+    } else if constexpr (kSmall == kTeam * kElements && kBlockElements == kStepThreads * kElements) {
+      if (unit < head.units) update(&own.record, unit);
     } else {
-      first = static_cast<int64_t>(block - item.first_block) * kBlockElements;
-      end = first + kBlockElements;
-      first += thread / kWarp * (kWarp * kElements);
-    }
-    if constexpr (kSmall == kTeam * kElements && kBlockElements == kStepThreads * kElements) {
-      update(job, param, first, team, grad_scaling.skips);
-    } else {
-      const int stride = (item.num_params > 0 ? kTeam : kStepThreads) * kElements;
+      const uint32_t stride = is_small ? kTeam : kStepThreads;
+      const uint32_t end =
+          is_small ? head.units : std::min(head.units, (static_cast<uint32_t>(part) + 1) * kUnitsOfBlock);
 #pragma unroll 1
-      for (; first < end; first += stride) {
-        if (!update(job, param, first, team, grad_scaling.skips)) return;
-      }
+      for (; unit < end; unit += stride) update(&own.record, unit);
     }
   }
 };

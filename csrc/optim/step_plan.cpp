@@ -34,7 +34,8 @@ constexpr KernelKey kKernels[] = {
 constexpr int kNumKernels = static_cast<int>(std::size(kKernels));
 
 bool fits(const KernelKey& kernel, RuleKind kind, const ParamJob& param) {
-  bool result = kernel.kind == kind && kernel.param == param.param.format && kernel.grad == param.grad.format;
+  bool result = param.numel <= kMostStepElements && kernel.kind == kind && kernel.param == param.param.format &&
+                kernel.grad == param.grad.format;
   for (int s = 0; s < kernel.num_states; ++s) result &= kernel.state[s] == param.state[s].format;
   return result;
 }
@@ -42,13 +43,12 @@ bool fits(const KernelKey& kernel, RuleKind kind, const ParamJob& param) {
 }  // namespace
 
 StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_t num_params) {
-  constexpr int64_t kMaxBlocks = INT32_MAX;
-  std::array<std::vector<StepItem>, kNumKernels> items;
-  std::array<int64_t, kNumKernels> num_blocks = {};
+  constexpr size_t kMaxBlocks = INT32_MAX;
+  std::array<std::vector<StepBlock>, kNumKernels> blocks;
   StepPlan plan;
   if (in_double) return {};
   int32_t previous = 0;
-  bool continues = false;  // the last item takes consecutive small parameters
+  bool continues = false;  // the last block takes consecutive small parameters
   for (int32_t i = 0; i < num_params; ++i) {
     int32_t kernel = previous;
     if (!fits(kKernels[kernel], kind, params[i])) {
@@ -64,23 +64,22 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
     const bool has_codes = kKernels[kernel].num_states > 0 && has_blocks(kKernels[kernel].state[0]);
     const bool is_small = params[i].numel <= small_param(has_codes, bytes_of(kKernels[kernel].grad));
     const int most = kStepThreads / (has_codes ? 32 : kLanesOfSmall);
-    std::vector<StepItem>& mine = items[kernel];
-    if (is_small && continues && kernel == previous && mine.back().num_params < most) {
-      ++mine.back().num_params;
+    std::vector<StepBlock>& mine = blocks[kernel];
+    if (is_small && continues && kernel == previous && mine.back().part > -most) {
+      --mine.back().part;
       continue;
     }
-    mine.push_back({static_cast<int32_t>(num_blocks[kernel]), i, is_small ? 1 : 0, 0});
-    num_blocks[kernel] += is_small ? 1 : (params[i].numel + kBlockElements - 1) / kBlockElements;
-    if (num_blocks[kernel] > kMaxBlocks) return {};  // exceeds the limit of a launch
+    const int64_t parts = (params[i].numel + kBlockElements - 1) / kBlockElements;
+    for (int64_t part = 0; part < parts; ++part) mine.push_back({i, is_small ? -1 : static_cast<int32_t>(part)});
+    if (mine.size() > kMaxBlocks) return {};  // exceeds the limit of a launch
     continues = is_small;
     previous = kernel;
   }
   for (int32_t kernel = 0; kernel < kNumKernels; ++kernel) {
-    const std::vector<StepItem>& mine = items[kernel];
+    const std::vector<StepBlock>& mine = blocks[kernel];
     if (mine.empty()) continue;
-    plan.launches.push_back(
-        {kernel, static_cast<int32_t>(plan.items.size()), static_cast<int32_t>(mine.size()), num_blocks[kernel]});
-    plan.items.insert(plan.items.end(), mine.begin(), mine.end());
+    plan.launches.push_back({kernel, static_cast<int64_t>(plan.blocks.size()), static_cast<int64_t>(mine.size())});
+    plan.blocks.insert(plan.blocks.end(), mine.begin(), mine.end());
   }
   if (plan.launches.empty()) plan.others.clear();
   return plan;

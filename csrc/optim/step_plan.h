@@ -2,6 +2,7 @@
 // Needs no torch header.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -45,52 +46,86 @@ constexpr int kStepThreads = 256;
 // Returns the largest number of elements of a small parameter; a block takes several of those.
 constexpr int small_param(bool has_codes, int64_t grad_bytes) { return has_codes || grad_bytes == 4 ? 256 : 128; }
 
-// The data of one parameter for a specialized kernel: one line of the cache.
+// Returns how many consecutive elements a lane takes at once. Kernels count them in 32 bits.
+DT_HOST_DEVICE constexpr int step_unit(bool has_codes, int64_t grad_bytes, int64_t state_bytes) {
+  return has_codes || grad_bytes == 4 || state_bytes == 4 ? 4 : 8;
+}
+constexpr int64_t kMostStepElements = int64_t{1} << 33;
+
+// Returns the bytes per element of a parameter's `extra`, in the formats with kernels.
+DT_HOST_DEVICE constexpr int step_extra_bytes(Format param) {
+  return param == Format::kBFloat16Remainder16  ? 2
+         : param == Format::kBFloat16Remainder8 ? 1
+         : param == Format::kFloat16Master      ? 4
+                                                : 0;
+}
+
+// All that a specialized kernel knows of one parameter: one line of the cache, which half a warp loads at once.
 struct alignas(16) StepRecord {
+  uint32_t units;        // of elements that a lane takes at once, the last one counted if there is a rest
+  uint32_t whole_units;  // that allow wide accesses to all arrays
+  float factor;          // of gradients
+  GradAfter after;
+  bool skips;
+  uint16_t unused;
   char* param;
   char* param_extra;
-  char* grad;
-  int64_t numel;
   struct State {
     char* data;
     char* extra;
   } state[kMaxStatesOfKernels];
-  alignas(16) unsigned char rule[64];  // the rule for float
+  char* grad;
+  int64_t numel;
+  alignas(16) unsigned char rule[48];  // the rule for float
 };
-static_assert(sizeof(StepRecord) == 128);
+static_assert(sizeof(StepRecord) == 128 && offsetof(StepRecord, rule) == 80);
 
 template <class Rule>
-DT_HOST_DEVICE StepRecord record_of(const ParamJob& param, const Rule& rule) {
+DT_HOST_DEVICE StepRecord record_of(const ParamJob& param, const Rule& rule, const GradScaling& grad_scaling) {
   static_assert(sizeof(Rule) <= sizeof(StepRecord::rule) && std::is_trivially_copyable_v<Rule>);
   StepRecord record = {};
+  record.factor = static_cast<float>(grad_scaling.factor);
+  record.after = grad_scaling.after;
+  record.skips = grad_scaling.skips;
   record.param = static_cast<char*>(param.param.data);
   record.param_extra = static_cast<char*>(param.param.extra);
   record.grad = static_cast<char*>(param.grad.data);
-  record.numel = param.numel;
+  const bool has_codes = Rule::kNumStates > 0 && has_blocks(param.state[0].format);
+  const int64_t grad_bytes = bytes_of(param.grad.format);
+  const int unit =
+      step_unit(has_codes, grad_bytes, Rule::kNumStates > 0 ? bytes_of(param.state[0].format) : grad_bytes);
+  const auto is_aligned = [unit](const void* data, int64_t bytes) {
+    const int64_t access = unit * bytes < 16 ? unit * bytes : 16;
+    return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(access) == 0;
+  };
+  const int extra_bytes = step_extra_bytes(param.param.format);
+  bool all_aligned = is_aligned(param.param.data, bytes_of(param.param.format)) &&
+                     is_aligned(param.grad.data, grad_bytes) &&
+                     (extra_bytes == 0 || is_aligned(param.param.extra, extra_bytes));
   for (int s = 0; s < kMaxStatesOfKernels && s < Rule::kNumStates; ++s) {
     record.state[s] = {static_cast<char*>(param.state[s].data), static_cast<char*>(param.state[s].extra)};
+    all_aligned = all_aligned && is_aligned(param.state[s].data, bytes_of(param.state[s].format));
   }
+  record.numel = param.numel;
+  record.units = static_cast<uint32_t>((param.numel + unit - 1) / unit);
+  record.whole_units = all_aligned ? static_cast<uint32_t>(param.numel / unit) : 0;
   memcpy(record.rule, &rule, sizeof(rule));
   return record;
 }
 
-// The blocks from first_block up to the next item's: kBlockElements elements each of a larger parameter, or one block
-// for num_params > 0 small parameters.
-struct alignas(16) StepItem {
-  int32_t first_block;
-  int32_t first_param;
-  int32_t num_params;
-  int32_t unused;
+// One block's work: kBlockElements elements of a larger parameter, or several small parameters.
+struct alignas(8) StepBlock {
+  int32_t param;  // the first one
+  int32_t part;   // the number of kBlockElements before; negative: of small parameters, times -1
 };
 
 struct StepLaunch {
   int32_t kernel;  // row in DT_STEP_KERNELS
-  int32_t first_item, num_items;
-  int64_t num_blocks;
+  int64_t first_block, num_blocks;
 };
 
 struct StepPlan {
-  std::vector<StepItem> items;
+  std::vector<StepBlock> blocks;
   std::vector<StepLaunch> launches;  // empty if all parameters choose formats at run time
   std::vector<int32_t> others;       // the parameters that do, if there are launches
 };

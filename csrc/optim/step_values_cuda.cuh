@@ -18,77 +18,132 @@ struct StepMemory : StepLayout<RuleOf, kParam, kGrad, kState> {
   using Base::kStates;
   using Base::kUnit;
   using Base::kUnits;
-  using Base::kUnitStride;
   using typename Base::Raw;
   using typename Base::Rule;
 
-  // Pointers are read from the record where they are used. That costs a load from the nearest cache and saves
-  // registers. `i` is the lane's first element.
+  // The record in shared memory is read where it is used. That costs one instruction per 16 bytes and saves registers.
 
-  static __device__ __forceinline__ StepRecord pointers_of(const StepKernelJob& job, int param) {
-    const StepRecord* const record = job.records + param;
-    constexpr int kBytes = 32 + 16 * kStates;
+  template <int kBegin, int kBytes>
+  static __device__ __forceinline__ void read_record(const StepRecord* own, void* to) {
     uint32_t words[kBytes / 4];
 #pragma unroll
-    for (int i = 0; i < kBytes; i += 16) reload_vector(reinterpret_cast<const char*>(record) + i, words + i / 4);
-    StepRecord result;
-    std::memcpy(&result, words, kBytes);
-    return result;
+    for (int i = 0; i < kBytes; i += 16) reload_shared(reinterpret_cast<const char*>(own) + kBegin + i, words + i / 4);
+    std::memcpy(to, words, kBytes);
   }
 
-  static __device__ __forceinline__ Rule rule_of(const StepKernelJob& job, int param) {
-    const StepRecord* const record = job.records + param;
-    constexpr int kBytes = (sizeof(Rule) + 15) / 16 * 16;
-    uint32_t words[kBytes / 4];
-#pragma unroll
-    for (int i = 0; i < kBytes; i += 16) reload_vector(reinterpret_cast<const char*>(record->rule) + i, words + i / 4);
+  struct Head {
+    uint32_t units, whole_units;
+    float factor;
+    uint32_t flags;
+    __device__ __forceinline__ GradAfter after() const { return static_cast<GradAfter>(flags & 0xffu); }
+    __device__ __forceinline__ bool skips() const { return (flags & 0xff00u) != 0; }
+    // Returns whether the elements of a lane whose first unit this is allow wide accesses.
+    __device__ __forceinline__ bool is_wide(uint32_t unit) const {
+      return kept_as_is(unit) + (kUnits - 1) * kWarp < whole_units;
+    }
+  };
+  static __device__ __forceinline__ Head head_of(const StepRecord* own) {
+    static_assert(sizeof(Head) == offsetof(StepRecord, param) && offsetof(StepRecord, factor) == 8 &&
+                  offsetof(StepRecord, after) == 12 && offsetof(StepRecord, skips) == 13);
+    Head head;
+    read_record<0, sizeof(Head)>(own, &head);
+    return head;
+  }
+
+  struct Pointers {
+    char *param, *param_extra;
+    StepRecord::State state[kMaxStatesOfKernels];
+    char* grad;
+    int64_t numel;
+  };
+  static __device__ __forceinline__ Pointers pointers_of(const StepRecord* own) {
+    static_assert(offsetof(StepRecord, param) + sizeof(Pointers) == offsetof(StepRecord, rule));
+    Pointers pointers;
+    read_record<offsetof(StepRecord, param), sizeof(Pointers)>(own, &pointers);
+    return pointers;
+  }
+
+  static __device__ __forceinline__ Rule rule_of(const StepRecord* own) {
     struct {
-      uint32_t words[sizeof(Rule) / 4];
+      uint32_t words[(sizeof(Rule) + 15) / 16 * 4];
     } bits;
-    std::memcpy(&bits, words, sizeof(bits));
-    return __builtin_bit_cast(Rule, bits);
+    read_record<offsetof(StepRecord, rule), sizeof(bits)>(own, &bits);
+    Rule rule;
+    std::memcpy(&rule, &bits, sizeof(rule));
+    return rule;
   }
 
-  // Returns whether the team's elements from `first` on all exist and all arrays are aligned for wide loads.
-  static __device__ __forceinline__ bool is_wide(const StepRecord& at, int64_t first, unsigned team) {
-    bool result = first + team * kElements <= at.numel;
-    result &= is_aligned(at.param, 4 * kWidestWords<kUnit * kParamBytes>) &
-              is_aligned(at.grad, 4 * kWidestWords<kUnit * kGradBytes>);
-    if constexpr (kPairs) result &= is_aligned(at.param_extra, 4 * kWidestWords<kUnit * kExtraBytes>);
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) result &= is_aligned(at.state[s].data, 4 * kWidestWords<kUnit * kStateBytes>);
-    return result;
+  // Returns the index of a lane's element k, whose first unit is number `unit` of the parameter.
+  static __device__ __forceinline__ int64_t element(uint32_t unit, int k) {
+    return static_cast<int64_t>(unit + k / kUnit * kWarp) * kUnit + k % kUnit;
   }
 
-  template <int kBytes>
-  static __device__ __forceinline__ void load_stream(const char* from, int64_t i, uint32_t* words) {
+  // Load and store a lane's elements of one array; `numel` counts the parameter's.
+  template <int kBytes, bool kIsWide>
+  static __device__ __forceinline__ void load_stream(const char* from, uint32_t unit, int64_t numel, uint32_t* words) {
+    from += static_cast<uint64_t>(unit) * (kUnit * kBytes);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      load_words<kUnit * kBytes>(from + (i + u * kUnitStride) * kBytes, words + u * (kUnit * kBytes / 4));
+      const char* const of_unit = from + u * (kWarp * kUnit * kBytes);
+      uint32_t part[kUnit * kBytes / 4];
+      if constexpr (kIsWide) {
+        load_wide(of_unit, part);
+      } else {
+        load_narrow<kBytes>(of_unit, numel - element(unit, u * kUnit), part);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnit * kBytes / 4; ++i) words[u * (kUnit * kBytes / 4) + i] = part[i];
     }
   }
-  template <int kBytes>
-  static __device__ __forceinline__ void store_stream(char* to, int64_t i, const uint32_t* words) {
+  template <int kBytes, bool kIsWide>
+  static __device__ __forceinline__ void store_stream(char* to, uint32_t unit, int64_t numel, const uint32_t* words) {
+    to += static_cast<uint64_t>(unit) * (kUnit * kBytes);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      store_words<kUnit * kBytes>(to + (i + u * kUnitStride) * kBytes, words + u * (kUnit * kBytes / 4));
+      char* const of_unit = to + u * (kWarp * kUnit * kBytes);
+      uint32_t part[kUnit * kBytes / 4];
+#pragma unroll
+      for (int i = 0; i < kUnit * kBytes / 4; ++i) part[i] = words[u * (kUnit * kBytes / 4) + i];
+      if constexpr (kIsWide) {
+        store_wide(of_unit, part);
+      } else {
+        store_narrow<kBytes>(of_unit, numel - element(unit, u * kUnit), part);
+      }
     }
   }
 
   // Loads gradients last: all results depend on them, so no value is used before all loads are issued.
-  static __device__ __forceinline__ void load(const StepRecord& at, int64_t i, Raw& raw) {
+  template <bool kIsWide>
+  static __device__ __forceinline__ void load(const StepRecord* own, uint32_t unit, Raw& raw) {
+    Pointers at = pointers_of(own);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
-      load_stream<kStateBytes>(at.state[s].data, i, raw.state[s]);
+      if constexpr (!kIsWide) at = pointers_of(own);
+      load_stream<kStateBytes, kIsWide>(at.state[s].data, unit, at.numel, raw.state[s]);
       if constexpr (kCodes) {
         uint32_t word[1];
-        load_vector<1>(at.state[s].extra + i / kBlock * 4, word);
+        load_vector<1>(at.state[s].extra + static_cast<uint64_t>(unit / (kUnits * kWarp)) * 4, word);
         raw.scale[s] = bits_as<float>(word[0]);
       }
     }
-    load_stream<kParamBytes>(at.param, i, raw.param);
-    if constexpr (kPairs) load_stream<kExtraBytes>(at.param_extra, i, raw.extra);
-    load_stream<kGradBytes>(at.grad, i, raw.grad);
+    if constexpr (!kIsWide) at = pointers_of(own);
+    load_stream<kParamBytes, kIsWide>(at.param, unit, at.numel, raw.param);
+    if constexpr (kPairs) load_stream<kExtraBytes, kIsWide>(at.param_extra, unit, at.numel, raw.extra);
+    if constexpr (!kIsWide) at = pointers_of(own);
+    load_stream<kGradBytes, kIsWide>(at.grad, unit, at.numel, raw.grad);
+  }
+
+  // Stores all but states with codes.
+  template <bool kIsWide>
+  static __device__ __forceinline__ void store(const StepRecord* own, uint32_t unit, const Raw& raw) {
+    const Pointers to = pointers_of(own);
+    store_stream<kParamBytes, kIsWide>(to.param, unit, to.numel, raw.param);
+    if constexpr (kPairs) store_stream<kExtraBytes, kIsWide>(to.param_extra, unit, to.numel, raw.extra);
+    if constexpr (!kCodes) {
+#pragma unroll
+      for (int s = 0; s < kStates; ++s)
+        store_stream<kStateBytes, kIsWide>(to.state[s].data, unit, to.numel, raw.state[s]);
+    }
   }
 };
 
@@ -107,8 +162,7 @@ struct StepValues : StepMemory<RuleOf, kParam, kGrad, kState> {
       const int32_t remainder = static_cast<int16_t>(half_of(raw.extra, k));
       return bits_as<float>(widened_bfloat16(raw.param, k) + static_cast<uint32_t>(remainder));
     } else if constexpr (kParam == Format::kBFloat16Remainder8) {
-      const int32_t remainder = static_cast<int8_t>(byte_of(raw.extra, k));
-      return bits_as<float>(widened_bfloat16(raw.param, k) + static_cast<uint32_t>(remainder * 256));
+      return bits_as<float>(widened_bfloat16(raw.param, k) + widened_byte(raw.extra, k));
     } else if constexpr (kParam == Format::kFloat16Master) {
       const float master = bits_as<float>(raw.extra[k]);
       const bool belongs = static_cast<uint16_t>(pack_float16(master, master)) == half_of(raw.param, k);
@@ -123,14 +177,16 @@ struct StepValues : StepMemory<RuleOf, kParam, kGrad, kState> {
     return bits_as<float>(kGrad == Format::kFloat32 ? raw.grad[k] : widened_bfloat16(raw.grad, k));
   }
 
-  template <class Kind>
-  static __device__ __forceinline__ float decoded(const Raw& raw, int s, int k) {
-    const auto code = static_cast<typename Kind::Code>(byte_of(raw.state[s], k));
-    return Kind::decode(code, Kind::unit_of(fabsf(raw.scale[s])));
-  }
+  // Decodes as SignedCode::decode and SquaredCode::decode do.
   static __device__ __forceinline__ float state_value(const Raw& raw, int s, int k) {
     if constexpr (kCodes) {
-      return is_squared(s) ? decoded<SquaredCode>(raw, s, k) : decoded<SignedCode>(raw, s, k);
+      const float scale = fabsf(raw.scale[s]);
+      if (is_squared(s)) {
+        const float root = unsigned_byte_of(raw.state[s], k) * SquaredCode::unit_of(scale);
+        return root * root;
+      }
+      const float number = signed_byte_of(raw.state[s], k);
+      return number * fabsf(number) * SignedCode::unit_of(scale);
     } else {
       return bits_as<float>(kState == Format::kFloat32 ? raw.state[s][k] : widened_bfloat16(raw.state[s], k));
     }
@@ -159,7 +215,7 @@ struct StepValues : StepMemory<RuleOf, kParam, kGrad, kState> {
       } else {
         // Rounded to 24 bits, but for the last byte, which is left out and which adding 0x8000 does not carry from.
 #pragma unroll
-        for (int k = 0; k < 4; ++k) bits[k] += 0x7fu + ((bits[k] >> 8) & 1u);
+        for (int k = 0; k < 4; ++k) bits[k] = kept_as_is(bits[k] + ((bits[k] >> 8) & 1u) + 0x7fu);
         raw.extra[first / 4] = four_bytes<1>(bits[0], bits[1], bits[2], bits[3]);
       }
       raw.param[first / 2] = high_halves(bits[0] + 0x8000u, bits[1] + 0x8000u);

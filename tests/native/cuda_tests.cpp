@@ -297,16 +297,20 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   std::vector<optim::StepRecord> records(plan.launches.empty() ? 0 : params.size());
   optim::chunk_sums_cuda(table.data(), num_params, found.num_chunks(), sums.data(), nullptr);
   optim::compute_grad_scaling_cuda(asked, {}, sums.data(), found.num_chunks(), &grad_scaling, nullptr);
+  // A step that the host scales has no scaling on the device.
+  const bool is_on_device = overflows || cuda_on_cpu::order == cuda_on_cpu::Order::kForwards;
+  const optim::GradScaling* const on_device = is_on_device ? &grad_scaling : nullptr;
   optim::start_cuda({rule.kind, table.data(), starts.data(), numbers.data(), rules.data(), num_params, num_params + 1,
-                     &grad_scaling, records.empty() ? nullptr : records.data()},
+                     on_device, records.empty() ? nullptr : records.data(), nullptr, grad_scaling},
                     nullptr);
   optim::StepJob job = found.job();
   job.params = table.data();
   job.rules = rules.data();
   job.num_rules = num_params;
-  job.grad_scaling_on_device = &grad_scaling;
+  job.grad_scaling = grad_scaling;
+  job.grad_scaling_on_device = on_device;
   for (const optim::StepLaunch& launch : plan.launches) {
-    optim::step_kernel_cuda(launch, records.data(), plan.items.data(), job, nullptr);
+    optim::step_kernel_cuda(launch, records.data(), plan.blocks.data(), nullptr);
   }
   if (plan.launches.empty()) optim::step_cuda(job, nullptr);
 

@@ -230,6 +230,11 @@ DT_UNSEEN cudaError_t run(const cudaLaunchConfig_t& config, const std::function<
 
 void __syncthreads() { cuda_on_cpu::wait(cuda_on_cpu::block); }
 
+void __syncwarp(unsigned mask) {
+  if (mask != 0xffffffffu) std::abort();
+  cuda_on_cpu::wait(cuda_on_cpu::warps[threadIdx.x / cuda_on_cpu::kWarp]);
+}
+
 unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   return cuda_on_cpu::exchange(mask, value, [](unsigned, const auto& value_of) {
     double largest = 0;

@@ -23,6 +23,7 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 void __syncthreads();
 // These work on a whole warp: `mask` must have all 32 bits set.
+void __syncwarp(unsigned mask = 0xffffffffu);
 unsigned __reduce_max_sync(unsigned mask, unsigned value);
 unsigned __ballot_sync(unsigned mask, int predicate);
 double __shfl_down_sync(unsigned mask, double value, unsigned delta);

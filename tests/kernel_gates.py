@@ -47,8 +47,8 @@ FORMATS = {
 STATES = {"Adam": 2, "Sgd": 0, "SgdMomentum": 1, "Adagrad": 1, "Rmsprop": 1, "Lion": 1}
 CODES = 11
 
-# The layouts that benchmarks name, others (I to L), and the largest number of registers that leaves enough threads per
-# multiprocessor.
+# The layouts that benchmarks name, others (I to L), and their limits. The largest number of registers leaves enough
+# threads per multiprocessor. Instructions are per element: beyond them they take longer than memory.
 LAYOUTS = {
     (0, 0, 0): "A",
     (2, 2, 0): "B",
@@ -62,6 +62,8 @@ LAYOUTS = {
     (6, 0, 0): "K",
     (10, 3, 0): "L",
 }
+MOST_INSTRUCTIONS = {"A": 62, "B": 65, "C": 58, "D": 63, "E": 93, "F": 95, "H": 85, "I": 70, "J": 74, "K": 68, "L": 72}
+MOST_EARLY_LOADS = 2  # that wait for each other before the data: a block's work, and the record of its parameter
 MOST_REGISTERS = {"A": 48, "B": 56, "C": 56, "D": 64, "E": 64, "F": 64, "H": 64, **dict.fromkeys("IJKL", 48)}
 
 
@@ -205,7 +207,8 @@ def measure(kernel: Kernel) -> Measured:
     loads = first_loads(blocks[through])
     elements = kernel.unit * kernel.units
     stored = elements * sum(kernel.arrays(stored=True))
-    way = [i for block in shortest_way(blocks, through, stored, kernel.packs) for i in blocks[block]]
+    way_blocks = shortest_way(blocks, through, stored, kernel.packs)
+    way = [i for block in way_blocks for i in blocks[block]]
     threads = min(MOST_THREADS, REGISTERS // (-(-kernel.registers // 8) * 8 * THREADS) * THREADS)
     loaded = Counter(i.bytes for i in loads)
     if kernel.formats[2] == CODES:
@@ -229,6 +232,10 @@ def measure(kernel: Kernel) -> Measured:
     check("block barriers", barriers == 0, barriers, "none")
     narrow = [i.opcode for i in way if i.opcode.startswith(("LDG", "LDC", "LD.")) and i.bytes < 4]
     check("loads of bytes of arguments", not narrow, ", ".join(narrow), "none")
+    most = MOST_INSTRUCTIONS[kernel.layout]
+    check("instructions per element", len(way) <= most * elements, len(way) / elements, f"at most {most}")
+    early = sum(i.is_global_load for block in way_blocks if block < through for i in blocks[block])
+    check("loads before those of arrays", early <= MOST_EARLY_LOADS, early, f"at most {MOST_EARLY_LOADS}")
     expected = kernel.expected(stored=False)
     check("widths of loads before the first use", loaded >= expected, widths(loaded), widths(expected))
     expected = kernel.expected(stored=True)

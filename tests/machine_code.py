@@ -146,9 +146,8 @@ def blocks_of(code: list[Instruction]) -> dict[int, list[Instruction]]:
 
 
 def is_array_load(instruction: Instruction) -> bool:
-    """Returns whether it loads an array: loads of pointers and rules are "strong", that of the scaling has a
-    predicate."""
-    return instruction.is_global_load and ".STRONG" not in instruction.opcode and not instruction.predicate
+    """Returns whether it loads whole units of an array: loads of a rest have predicates."""
+    return instruction.is_global_load and not instruction.predicate
 
 
 def first_loads(block: Iterable[Instruction]) -> list[Instruction]:

@@ -15,7 +15,7 @@ USAGE = f" Function {NAME}:\n  REG:40 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:596 T
 CODE = f"""
                 Function : {NAME}
         /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*0010*/                   LDG.E.128.STRONG.SM R4, desc[UR4][R2.64] ;
+        /*0010*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
         /*0020*/              @!P0 BRA 0xa0 ;
         /*0030*/                   LDG.E.128 R8, desc[UR4][R4.64] ;
         /*0040*/                   LDG.E.128 R12, desc[UR4][R6.64] ;
@@ -54,6 +54,13 @@ def test_a_kernel_within_all_limits_passes(capsys: pytest.CaptureFixture[str]) -
         ("local memory", "FMUL R12, R12, R20", "LDL R12, [R1]", "0 bytes, 1 accesses"),
         ("block barriers", "FMUL R12, R12, R20", "BAR.SYNC.DEFER_BLOCKING 0x0", "1"),
         ("loads of bytes of arguments", "LDC R1, c[0x0][0x28]", "LDC.U8 R1, c[0x0][0x28]", "LDC.U8"),
+        ("instructions per element", "/*0060*/", 250 * "/*0060*/ FADD R8, R8, R9 ;\n" + "/*0060*/", "64.75"),
+        (
+            "loads before those of arrays",
+            "/*0010*/",
+            2 * "/*0010*/ LDG.E.64 R4, desc[UR4][R2.64] ;\n" + "/*0010*/",
+            "3",
+        ),
         ("widths of loads before the first use", "LDG.E.128 R8", "LDG.E.64 R8", "1 of 8 bytes, 1 of 16 bytes"),
         ("widths of stores", "STG.E.128 desc[UR4][R4.64], R8", "STG.E.64 desc[UR4][R4.64], R8", ""),
     ],

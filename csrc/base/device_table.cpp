@@ -93,13 +93,17 @@ char* DeviceTable::hold(const std::vector<char>& bytes, c10::Device device, void
     keep_for_graph(stream, std::move(table));
     return begin;
   }
-  // On another stream the copy may be unfinished, and its memory could be reused too early.
-  if (!on_device_.defined() || stream_ != stream || bytes_ != bytes) {
+  if (!is_held_for(stream) || bytes_ != bytes) {
     on_device_ = uploaded(bytes, device);  // The last step may still read the old memory.
     bytes_ = bytes;
     stream_ = stream;
   }
-  return static_cast<char*>(on_device_.data_ptr());
+  return data();
+}
+
+bool DeviceTable::is_held_for(void* stream) const {
+  // On another stream the copy may be unfinished, and its memory could be reused too early.
+  return on_device_.defined() && stream_ == stream && !is_capturing(stream);
 }
 
 }  // namespace drivetrain

@@ -29,6 +29,10 @@ class DeviceTable {
   // Returns the copy on the device, for work on this stream.
   char* hold(const std::vector<char>& bytes, c10::Device device, void* stream);
 
+  // Returns whether work on this stream may read the last copy, which begins at data().
+  bool is_held_for(void* stream) const;
+  char* data() const { return static_cast<char*>(on_device_.data_ptr()); }
+
  private:
   std::vector<char> bytes_;
   void* stream_ = nullptr;

@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <cstring>
 #include <deque>
+#include <type_traits>
 #include <vector>
 
 #include "base/device_table.h"
@@ -24,12 +26,51 @@ struct Copy {
   at::Tensor copy;
 };
 
+// An array that every step fills again, and that knows whether a device has its values. It compares each new value
+// with the one of the last step, which it never follows.
+template <class T>
+class Refilled {
+  static_assert(std::is_trivially_copyable_v<T>);
+
+ public:
+  void clear() { size_ = 0; }
+  void push_back(const T& value) {
+    if (size_ == values_.size()) {
+      values_.push_back(value);
+      is_placed_ = false;
+    } else if (std::memcmp(&values_[size_], &value, sizeof(T)) != 0) {
+      values_[size_] = value;
+      is_placed_ = false;
+    }
+    ++size_;
+  }
+
+  T* data() { return values_.data(); }
+  const T* data() const { return values_.data(); }
+  const T* begin() const { return values_.data(); }
+  const T* end() const { return values_.data() + size_; }
+  const T& operator[](size_t i) const { return values_[i]; }
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+
+  bool is_placed() const { return is_placed_ && num_placed_ == size_; }
+  void set_placed(bool is_placed) {
+    is_placed_ = is_placed;
+    num_placed_ = size_;
+  }
+
+ private:
+  std::vector<T> values_;
+  size_t size_ = 0, num_placed_ = 0;
+  bool is_placed_ = false;
+};
+
 // All parameters of one rule, device and computing type: one launch updates them.
 struct Batch {
   const RuleInfo* rule;
   at::Device device;
   bool in_double;
-  std::vector<ParamJob> params;
+  Refilled<ParamJob> params;
   std::deque<Copy> copies;  // a deque keeps references valid
   int64_t total = 0;
   int64_t num_chunks = 0;  // chunks of gradients (formats/summation.h)
@@ -37,11 +78,12 @@ struct Batch {
   std::vector<uint32_t> written_of = {};  // indices into StepReader::written, in the order of `params`
 
   // On CUDA: the data that start_cuda() reads, and its addresses on the device.
-  std::vector<ParamStart> starts = {};        // in the order of `params`
-  std::vector<ParamStart> empty_starts = {};  // parameters without elements, whose steps are only counted
+  Refilled<ParamStart> starts = {};        // in the order of `params`
+  Refilled<ParamStart> empty_starts = {};  // parameters without elements, whose steps are only counted
   std::vector<GroupNumbers> numbers = {};
-  int64_t numbers_group = -1;                  // the group of numbers.back()
-  DeviceTable table = {}, numbers_table = {};  // separate, because schedulers change only the numbers in every step
+  int64_t numbers_group = -1;  // the group of numbers.back()
+  // Separate, because schedulers change only the numbers in every step, and new gradients change no blocks.
+  DeviceTable table = {}, numbers_table = {}, blocks_table = {};
   struct Placed {
     ParamJob* params;
     const ParamStart* starts;

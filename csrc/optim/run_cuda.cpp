@@ -17,9 +17,21 @@ at::Tensor empty_on(c10::Device device, int64_t bytes) {
 
 void place_on_device(Batch& batch) {
   const c10::DeviceGuard guard(batch.device);
+  void* const stream = current_stream(batch.device);
+  std::vector<char> bytes;
+  append_bytes(bytes, batch.numbers.data(), batch.numbers.size());
+  batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
+  bytes.clear();
+  const auto has_blocks = [&] { return batch.plan.blocks.empty() || batch.blocks_table.is_held_for(stream); };
+  // These place memory of the step in the table.
+  const bool uses_memory = batch.rule->kind == RuleKind::kAdafactor || batch.rule->kind == RuleKind::kMuonMomentum;
+  if (!uses_memory && batch.table.is_held_for(stream) && has_blocks() && batch.params.is_placed() &&
+      batch.starts.is_placed() && batch.empty_starts.is_placed()) {
+    return;
+  }
   // Temporary device memory is allocated in every step. torch's allocator mostly returns the same memory, so that the
   // table stays equal.
-  std::vector<ParamStart> starts = batch.starts;
+  std::vector<ParamStart> starts(batch.starts.begin(), batch.starts.end());
   if (batch.rule->kind == RuleKind::kAdafactor) {
     batch.factoring = factoring_of(batch.params.data(), static_cast<int32_t>(batch.params.size()));
     batch.factors = empty_on(batch.device, batch.factoring.num_doubles * static_cast<int64_t>(sizeof(double)));
@@ -32,8 +44,18 @@ void place_on_device(Batch& batch) {
     starts.clear();
     for (int32_t i : batch.muon.order) starts.push_back(batch.starts[i]);
   }
-  batch.plan =
-      plan_step(batch.rule->kind, batch.in_double, batch.params.data(), static_cast<int32_t>(batch.params.size()));
+  if (!is_plan_of(batch.plan, batch.params.data(), batch.params.size()) || !has_blocks()) {
+    StepPlan plan =
+        plan_step(batch.rule->kind, batch.in_double, batch.params.data(), static_cast<int32_t>(batch.params.size()));
+    append_bytes(bytes, plan.blocks.data(), plan.blocks.size());
+    if (!bytes.empty()) {
+      batch.placed.blocks = reinterpret_cast<const StepBlock*>(batch.blocks_table.hold(bytes, batch.device, stream));
+    }
+    bytes.clear();
+    batch.plan = std::move(plan);
+  } else if (!batch.plan.blocks.empty()) {
+    batch.placed.blocks = reinterpret_cast<const StepBlock*>(batch.blocks_table.data());
+  }
   std::vector<ParamJob> others;
   batch.total_of_others = 0;
   for (const int32_t i : batch.plan.others) {
@@ -43,7 +65,6 @@ void place_on_device(Batch& batch) {
     batch.total_of_others = other.begin + other.numel;
   }
   starts.insert(starts.end(), batch.empty_starts.begin(), batch.empty_starts.end());
-  std::vector<char> bytes;
   const auto append = [&bytes](const auto& table) {
     constexpr size_t kAlignment = 16;  // alignment of 16-byte loads
     bytes.resize((bytes.size() + kAlignment - 1) / kAlignment * kAlignment);
@@ -54,19 +75,18 @@ void place_on_device(Batch& batch) {
   const size_t params_begin = append(batch.params), starts_begin = append(starts);
   const size_t factored_begin = append(batch.factoring.matrices);
   const size_t momenta_begin = append(batch.muon.momenta), steps_begin = append(batch.muon.steps);
-  const size_t blocks_begin = append(batch.plan.blocks), others_begin = append(others);
-  void* const stream = current_stream(batch.device);
+  const size_t others_begin = append(others);
   char* const table = batch.table.hold(bytes, batch.device, stream);
   batch.placed.params = reinterpret_cast<ParamJob*>(table + params_begin);
   batch.placed.starts = reinterpret_cast<const ParamStart*>(table + starts_begin);
   batch.placed.factored = reinterpret_cast<const Factored*>(table + factored_begin);
   batch.placed.momenta = reinterpret_cast<const ParamJob*>(table + momenta_begin);
   batch.placed.steps = reinterpret_cast<ParamJob*>(table + steps_begin);
-  batch.placed.blocks = reinterpret_cast<const StepBlock*>(table + blocks_begin);
   batch.placed.others = reinterpret_cast<ParamJob*>(table + others_begin);
-  bytes.clear();
-  append(batch.numbers);
-  batch.placed.numbers = reinterpret_cast<const GroupNumbers*>(batch.numbers_table.hold(bytes, batch.device, stream));
+  const bool is_kept = batch.table.is_held_for(stream);  // A captured graph's table may end with it.
+  batch.params.set_placed(is_kept);
+  batch.starts.set_placed(is_kept);
+  batch.empty_starts.set_placed(is_kept);
 }
 
 at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batches, const GradScalingOptions& asked,

@@ -40,7 +40,16 @@ bool fits(const KernelKey& kernel, RuleKind kind, const ParamJob& param) {
   return result;
 }
 
+StepPlan::Planned planned_of(const ParamJob& param) {
+  return {param.numel, param.param.format, param.grad.format, {param.state[0].format, param.state[1].format}};
+}
+
 }  // namespace
+
+bool is_plan_of(const StepPlan& plan, const ParamJob* params, size_t num_params) {
+  return std::equal(plan.planned.begin(), plan.planned.end(), params, params + num_params,
+                    [](const StepPlan::Planned& a, const ParamJob& b) { return a == planned_of(b); });
+}
 
 StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_t num_params) {
   constexpr size_t kMaxBlocks = INT32_MAX;
@@ -50,6 +59,7 @@ StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_
   int32_t previous = 0;
   bool continues = false;  // the last block takes consecutive small parameters
   for (int32_t i = 0; i < num_params; ++i) {
+    plan.planned.push_back(planned_of(params[i]));
     int32_t kernel = previous;
     if (!fits(kKernels[kernel], kind, params[i])) {
       const KernelKey* const found =

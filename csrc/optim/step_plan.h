@@ -128,7 +128,18 @@ struct StepPlan {
   std::vector<StepBlock> blocks;
   std::vector<StepLaunch> launches;  // empty if all parameters choose formats at run time
   std::vector<int32_t> others;       // the parameters that do, if there are launches
+
+  // The sizes and formats that it was made for.
+  struct Planned {
+    int64_t numel;
+    Format param, grad, state[kMaxStatesOfKernels];
+    bool operator==(const Planned&) const = default;
+  };
+  std::vector<Planned> planned;
 };
+
+// Returns whether a plan holds for these parameters as well, whose rule and computing type are the same.
+bool is_plan_of(const StepPlan& plan, const ParamJob* params, size_t num_params);
 
 // Plans a step.
 StepPlan plan_step(RuleKind kind, bool in_double, const ParamJob* params, int32_t num_params);

@@ -44,10 +44,11 @@ struct Stepped {
 // (read_fast.cpp). The second repeats the others on one thread, with every check and its error message
 // (read_checked.cpp). The GIL must be held.
 //
-// Between steps a reader keeps only memory to write into. Within a step this holds: either no code but the step's own
-// runs, or the step owns all that it reads and writes. The first pass and most steps call no Python code and keep the
-// GIL, so that objects stay as they are; pointers to them suffice. Before Python code or another thread may run, own()
-// takes references. This happens for an error's text, for tensors that are not plain, and for long steps.
+// Between steps a reader keeps only memory to write into, whose values it compares and never follows. Within a step
+// this holds: either no code but the step's own runs, or the step owns all that it reads and writes. The first pass and
+// most steps call no Python code and keep the GIL, so that objects stay as they are; pointers to them suffice. Before
+// Python code or another thread may run, own() takes references. This happens for an error's text, for tensors that are
+// not plain, and for long steps.
 class StepReader {
  public:
   // Begins a step. `fresh` lists parameters whose state was created for this step. `writes_grads` tells that the step

@@ -221,6 +221,51 @@ def test_a_captured_step_is_the_cpus(precision: str, dtype: torch.dtype) -> None
     assert_same_bits(on_cpu, on_device)
 
 
+def test_tables_follow_every_change() -> None:
+    """A step keeps the last step's tables only where nothing has changed since, not even in a step that failed."""
+    on_cpu, on_device = pair(optim.AdamW, {})
+    sides = [(optimizer, params_of(optimizer)) for optimizer in (on_cpu, on_device)]
+    kept: list[Tensor | None] = []  # Old gradients keep their memory, so that a step that reads it is seen.
+
+    def renew(number: int) -> None:
+        for _, params in sides:
+            kept.extend(param.grad for param in params)
+            for i, param in enumerate(params[:-1]):  # The last one fails a step, after the others have been read.
+                param.grad = torch.full_like(param, 0.1 * (number + i))
+
+    def step() -> None:
+        for optimizer, _ in sides:
+            optimizer.step()
+        assert_same_bits(on_cpu, on_device)
+
+    for _, params in sides:
+        params[-1].grad = torch.ones_like(params[-1])
+    renew(1)
+    step()
+    step()
+    renew(2)
+    step()
+    renew(3)
+    for optimizer, params in sides:
+        mean = optimizer.state[params[-1]]["exp_avg"]
+        optimizer.state[params[-1]]["exp_avg"] = mean.new_zeros(mean.numel() + 1)
+        with pytest.raises(TypeError, match="exp_avg"):
+            optimizer.step()
+        optimizer.state[params[-1]]["exp_avg"] = mean
+    step()
+    for _, params in sides:
+        kept.append(params[1].grad)
+        params[1].grad = None
+    step()
+    renew(4)
+    step()
+    graph = captured(on_device.step)
+    graph.replay()
+    on_cpu.step()
+    del graph
+    step()
+
+
 def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
     assert torch.version.cuda is not None
     runtime = ctypes.CDLL("libcudart.so." + torch.version.cuda.split(".")[0])

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "formats/storage.h"
 #include "formats/summation.h"
 
 namespace drivetrain::formats {
@@ -39,12 +40,43 @@ __device__ __forceinline__ double sum_of_slots(double (&slots)[kQuad]) {
   return slots[0];
 }
 
-// Adds the square of a float, which is exact in double, so that fusing multiplication and addition changes no bit.
-__device__ __forceinline__ void add_square(double& slot, float value) {
-  const double exact = value;
-  slot = std::fma(exact, exact, slot);
+// Converts neighboring values to double. GPUs other than those for data centers convert two floats per clock and
+// multiprocessor, which takes longer than loading them. Integers build the doubles there, except in rare quads.
+__device__ __forceinline__ void widen(const float (&values)[kQuad], double (&doubles)[kQuad]) {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+  const bool is_rare = true;
+#else
+  uint32_t least_less_one = 0xffffffffu, largest = 0;  // The smaller one ignores zeros.
+#pragma unroll
+  for (int k = 0; k < kQuad; ++k) {
+    const uint32_t magnitude = magnitude_bits(values[k]);
+    // Both exponents are biased, and a double has 29 more bits of mantissa.
+    const uint32_t high = magnitude == 0 ? 0 : (magnitude >> 3) + ((1023u - 127u) << 20);
+    doubles[k] = bits_as<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint64_t>(magnitude << 29));
+    least_less_one = magnitude - 1 < least_less_one ? magnitude - 1 : least_less_one;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const bool is_rare = least_less_one < 0x007fffffu || largest >= kInfinity;  // subnormal or not finite
+#endif
+  if (!is_rare) return;
+#pragma unroll
+  for (int k = 0; k < kQuad; ++k) doubles[k] = values[k];
 }
-__device__ __forceinline__ void add_square(double& slot, double value) { slot += value * value; }
+
+// Adds the squares of neighboring values to one or two arrays of slots. A float's square is exact in double, so that
+// fusing multiplication and addition changes no bit.
+template <class... Slots>
+__device__ __forceinline__ void add_squares(const float (&values)[kQuad], Slots&... slots) {
+  double doubles[kQuad];
+  widen(values, doubles);
+#pragma unroll
+  for (int k = 0; k < kQuad; ++k) ((slots[k] = std::fma(doubles[k], doubles[k], slots[k])), ...);
+}
+template <class... Slots>
+__device__ __forceinline__ void add_squares(const double (&values)[kQuad], Slots&... slots) {
+#pragma unroll
+  for (int k = 0; k < kQuad; ++k) ((slots[k] += values[k] * values[k]), ...);
+}
 
 // Sums value_of(i) for begin <= i < end. All threads of the warp call it and the first gets the result. Several loads
 // are outstanding at once. Elements beyond the end add 0, which changes no sum of squares.

@@ -129,14 +129,14 @@ __device__ __forceinline__ void sum_rows(const Factored& of, const void* data, c
         for (int q = 0; q < kQuads; ++q) {
           // Missing elements stay 0, whatever the factor.
           const T own_factor = is_there && quad_position(q) < columns ? factor : T(0);
+          T values[kQuad];
 #pragma unroll
           for (int k = 0; k < kQuad; ++k) {
             const bool is_zero = !kIsWide && quad_position(q) + k >= columns;
-            const T value = is_zero ? T(0) : own_factor * grads.value(first + r, q, k);
+            values[k] = is_zero ? T(0) : own_factor * grads.value(first + r, q, k);
             if (q == 0) of_row[k] = 0;
-            formats::add_square(of_row[k], value);
-            formats::add_square(sums[q][k], value);
           }
+          formats::add_squares(values, of_row, sums[q]);
         }
         if (r % 2 == 1) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // Sums squares of gradients on CUDA, one warp per chunk. Includes no torch header.
 //
 // Moves 4 bytes per element in float32, 2 in 16 bits, and 8 per chunk. Each element takes one conversion to double and
-// one fused multiply-add: a float's square is exact in double, so fusing changes no bit.
+// one fused multiply-add (summation_cuda.cuh).
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
 #include "formats/decode_cuda.cuh"
@@ -37,8 +37,10 @@ __device__ __forceinline__ double sum_of_chunk(const void* data, int64_t begin, 
     }
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
+      decltype(value_of(words[q], 0)) own[kQuad];
 #pragma unroll
-      for (int k = 0; k < kQuad; ++k) add_square(slots[k], value_of(words[q], k));
+      for (int k = 0; k < kQuad; ++k) own[k] = value_of(words[q], k);
+      add_squares(own, slots);
     }
   }
   return sum_of_slots(slots);

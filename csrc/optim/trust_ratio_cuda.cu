@@ -39,15 +39,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)
     for (int q = 0; q < kQuads; ++q) {
       T value[kQuad], grad[kQuad], state[RuleRow<Rule, T>::kStates][kQuad];
       row.get(param, q, value, grad, state);
+      T direction[kQuad];
 #pragma unroll
       for (int k = 0; k < kQuad; ++k) {
         T own[kMaxStates];
 #pragma unroll
         for (int s = 0; s < Rule::kNumStates; ++s) own[s] = state[s][k];
-        const T direction = rule.direction(value[k], factor * grad[k], own);
-        formats::add_square(of_param[k], value[k]);
-        formats::add_square(of_direction[k], base + quad_position(q) + k < end ? direction : T(0));
+        direction[k] = rule.direction(value[k], factor * grad[k], own);
+        if (base + quad_position(q) + k >= end) direction[k] = T(0);
       }
+      formats::add_squares(value, of_param);
+      formats::add_squares(direction, of_direction);
     }
   }
   const TrustRatioSums own = {formats::sum_of_slots(of_param), formats::sum_of_slots(of_direction)};

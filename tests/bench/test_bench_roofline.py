@@ -26,6 +26,14 @@ def test_bytes_per_parameter(dtype: torch.dtype, options: dict[str, int], grad_p
     assert roofline.least_bytes([param], optimizer, grad_passes=grad_passes) == expected * param.numel()
 
 
+def test_passes_before_the_update_count() -> None:
+    param = torch.randn(64, 256).requires_grad_()
+    param.grad = torch.randn(64, 256)
+    optimizer = optim.LAMB([param])
+    optimizer.step()
+    assert roofline.least_bytes([param], optimizer, param_passes=3, state_passes=3) == 40 * param.numel()
+
+
 def test_a_table_shows_rooflines_only_where_a_row_has_one(capsys: pytest.CaptureFixture[str]) -> None:
     plain, bound = Row("plain", "ms", 2.0, 1.0), Row("bound", "ms", 2.0, 1.0)
     print_table("without", [plain])

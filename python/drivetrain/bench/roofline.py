@@ -9,17 +9,24 @@ from torch import Tensor
 from .measure import Row
 
 
-def least_bytes(params: list[Tensor], optimizer: Any, *, grad_passes: int = 1) -> int:
-    """Returns the bytes that a step must move: it reads and writes parameters and states, and passes over gradients.
+def least_bytes(
+    params: list[Tensor], optimizer: Any, *, param_passes: int = 2, state_passes: int = 2, grad_passes: int = 1
+) -> int:
+    """Returns the bytes that a step must move.
 
     Args:
         params: Parameters with gradients that the optimizer has stepped.
         optimizer: Has a `state`, as torch's classes do. Step counters are excluded.
-        grad_passes: Reads and writes of each gradient together, for example 1 for a plain step.
+        param_passes: Reads and writes of each parameter together, 2 for a plain step.
+        state_passes: Reads and writes of each state together, 2 for a plain step.
+        grad_passes: Reads and writes of each gradient together, 1 for a plain step.
     """
     states = [t for param in params for name, t in optimizer.state[param].items() if name != "step"]
-    both: int = sum(t.nbytes for t in [*params, *states])
-    return 2 * both + grad_passes * sum(p.grad.nbytes for p in params if p.grad is not None)
+    return (
+        param_passes * sum(p.nbytes for p in params)
+        + state_passes * sum(t.nbytes for t in states)
+        + grad_passes * sum(p.grad.nbytes for p in params if p.grad is not None)
+    )
 
 
 def bandwidth(rounds: int = 9) -> float:

@@ -332,9 +332,7 @@ __global__ void __launch_bounds__(kThreads) factor_rows(StepJob job, const Facto
 
 void factor_cuda(const StepJob& job, const Factored* matrices, int32_t num_matrices, int64_t num_units,
                  int64_t num_blocks, void* stream) {
-  if (num_matrices == 0) {
-    return;
-  }
+  if (num_matrices == 0) return;
   launch_cuda("launching the sums of rows and columns", job.in_double ? factor_sums<double> : factor_sums<float>,
               num_units, kThreads, stream, job, matrices, num_matrices);
   launch_cuda("launching the means of rows and columns", job.in_double ? update_means<double> : update_means<float>,

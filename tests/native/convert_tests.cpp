@@ -114,8 +114,8 @@ void test_conversions() {
   expect(describe_cuda(cudaErrorInsufficientDriver, "a launch").find("run `drivetrain doctor`") != std::string::npos,
          "the error of a driver that is too old says what to do");
   const double zero = 0, some = 0.1;
-  for (cuda_on_cpu::Order order : {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards}) {
-    cuda_on_cpu::order = order;
+  for (const int seed : cuda_on_cpu::kSeeds) {
+    cuda_on_cpu::set_seed(seed);
     for (Format to : kSources) {
       for (Format from : kSources) test_pair(from, to, nullptr);
       test_pair(Format::kFloat32, to, &zero);

@@ -21,7 +21,6 @@
 namespace drivetrain {
 namespace {
 
-constexpr cuda_on_cpu::Order kOrders[] = {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards};
 // Fibers are slow under the thread sanitizer, and only the loops can race, which all rules share.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kOneRule = true;
@@ -35,10 +34,10 @@ void test_step(const TestedRule& rule, const Layout& layout, const optim::GradSc
   optim::StepJob job = expected.job();
   job.grad_scaling = grad_scaling;
   optim::baseline::step_cpu(job, 0, job.total);
-  for (cuda_on_cpu::Order order : kOrders) {
-    // The order matters to the loop only, so that one rule tests both orders.
-    if (order == cuda_on_cpu::Order::kForwards && rule.kind != optim::RuleKind::kAdam) continue;
-    cuda_on_cpu::order = order;
+  for (const int seed : cuda_on_cpu::kSeeds) {
+    // The order of threads matters to the loop only, so that one rule tests several.
+    if (seed != cuda_on_cpu::kSeeds[0] && rule.kind != optim::RuleKind::kAdam) continue;
+    cuda_on_cpu::set_seed(seed);
     const Params found(rule, layout, kSizes);
     job = found.job();
     job.grad_scaling = grad_scaling;
@@ -219,7 +218,7 @@ void test_grad_scaling() {
 }
 
 // Makes a whole step as optim/run_cuda.cpp does: norm, grad scaling, start and step, with float and double counters.
-void test_whole_step(size_t which, const Layout& layout, bool overflows) {
+void test_whole_step(size_t which, const Layout& layout, bool overflows, bool is_scaled_on_device) {
   constexpr double kSteps = 2;
   const TestedRule rule = tested_rules(kSteps + 1)[which];
   const optim::GradScalingOptions asked = {4, 0, true, 2.5, true};
@@ -298,8 +297,7 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
   optim::chunk_sums_cuda(table.data(), num_params, found.num_chunks(), sums.data(), nullptr);
   optim::compute_grad_scaling_cuda(asked, {}, sums.data(), found.num_chunks(), &grad_scaling, nullptr);
   // A step that the host scales has no scaling on the device.
-  const bool is_on_device = overflows || cuda_on_cpu::order == cuda_on_cpu::Order::kForwards;
-  const optim::GradScaling* const on_device = is_on_device ? &grad_scaling : nullptr;
+  const optim::GradScaling* const on_device = is_scaled_on_device ? &grad_scaling : nullptr;
   optim::start_cuda({rule.kind, table.data(), starts.data(), numbers.data(), rules.data(), num_params, num_params + 1,
                      on_device, records.empty() ? nullptr : records.data(), nullptr, grad_scaling},
                     nullptr);
@@ -342,15 +340,15 @@ void test_whole_step(size_t which, const Layout& layout, bool overflows) {
 }
 
 void test_whole_steps() {
-  for (cuda_on_cpu::Order order : kOrders) {
-    cuda_on_cpu::order = order;
+  for (const int seed : cuda_on_cpu::kSeeds) {
+    cuda_on_cpu::set_seed(seed);
     for (size_t which = 0; which < tested_rules().size(); ++which) {
       for (const Layout& layout : kLayouts) {
         const bool is_adam = tested_rules()[which].kind == optim::RuleKind::kAdam;
         const bool differs = layout.param == Format::kBFloat16Stochastic || layout.param == Format::kFloat64;
         if (!is_adam && (kOneRule || !differs)) continue;  // test_steps combines all rules and storage formats.
-        test_whole_step(which, layout, false);
-        if (is_adam) test_whole_step(which, layout, true);
+        test_whole_step(which, layout, false, seed == cuda_on_cpu::kSeeds[0]);
+        if (is_adam) test_whole_step(which, layout, true, true);
       }
     }
   }
@@ -625,8 +623,8 @@ void test_cuda_kernels() {
   test_accumulations();
   test_grad_scaling();
   test_whole_steps();
-  for (cuda_on_cpu::Order order : kOrders) {
-    cuda_on_cpu::order = order;
+  for (const int seed : cuda_on_cpu::kSeeds) {
+    cuda_on_cpu::set_seed(seed);
     for (const TestedRule& rule : layer_rules()) {
       for (const Layout& layout : kLayouts) {
         test_layers(rule, layout, /*moves=*/false);

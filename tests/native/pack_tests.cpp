@@ -18,7 +18,6 @@ namespace {
 
 using Bytes = std::vector<unsigned char>;
 
-constexpr cuda_on_cpu::Order kOrders[] = {cuda_on_cpu::Order::kForwards, cuda_on_cpu::Order::kBackwards};
 const std::vector<int64_t> kSizes = {0, 1, 7, 8, 9, 63, 64, 65, 257, 1024, 1283, 8200, 20001, 33000};
 
 bool draw(int64_t i) { return (formats::mixed(i) & 1) != 0; }
@@ -112,8 +111,8 @@ void test_packing() {
     for (const int size : {1, 2, 4, 8}) test_bits_of(numel, size);
   }
   test_bool_bytes();
-  for (cuda_on_cpu::Order order : kOrders) {
-    cuda_on_cpu::order = order;
+  for (const int seed : cuda_on_cpu::kSeeds) {
+    cuda_on_cpu::set_seed(seed);
     for (const int64_t numel : kSizes) {
       for (const int64_t start : {0, 1, 4}) test_bools(numel, start);
       if (numel > 10000) continue;  // fibers are slow

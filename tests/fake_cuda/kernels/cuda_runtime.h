@@ -42,13 +42,13 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
 
 namespace fake_cuda_kernels {
 
-cudaError_t enqueue(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> thread);
+cudaError_t enqueue(const cudaLaunchConfig_t& config, const cuda_on_cpu::Kernel& kernel, std::function<void()> thread);
 
 }  // namespace fake_cuda_kernels
 
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   return fake_cuda_kernels::enqueue(
-      *config, reinterpret_cast<const void*>(kernel),
+      *config, cuda_on_cpu::kernel_of(kernel),
       [kernel, held = std::tuple<std::decay_t<Params>...>(args...)] { std::apply(kernel, held); });
 }

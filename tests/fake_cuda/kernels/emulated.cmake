@@ -14,12 +14,13 @@ file(GLOB cuda_runtime_library "${cuda_package_dir}/lib/libcudart.so.*")
 
 set(fake_cuda_dir "${CMAKE_CURRENT_LIST_DIR}/..")
 set(cuda_on_cpu_dir "${CMAKE_CURRENT_LIST_DIR}/../../native/cuda_on_cpu")
-set_source_files_properties(${cuda_sources} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "-x;c++")
+include("${cuda_on_cpu_dir}/options.cmake")
+set_source_files_properties(${cuda_sources} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "${cuda_on_cpu_options}")
 add_library(kernels_cuda OBJECT ${cuda_sources})
 target_include_directories(kernels_cuda BEFORE PRIVATE "${CMAKE_CURRENT_LIST_DIR}")
 target_include_directories(kernels_cuda PRIVATE csrc "${cuda_on_cpu_dir}" "${fake_cuda_dir}")
 # The thread sanitizer's instrumentation passes each access to accesses.cpp. The sanitizer's own library is not linked.
-target_compile_options(kernels_cuda PRIVATE -O1 -g1 -ffp-contract=off -fno-math-errno -Wno-unknown-pragmas
+target_compile_options(kernels_cuda PRIVATE -O1 -g1 -ffp-contract=off -fno-math-errno
   -fsanitize=thread --param=tsan-instrument-func-entry-exit=0)
 
 add_library(kernels_emulator OBJECT "${cuda_on_cpu_dir}/cuda_runtime.cpp" "${CMAKE_CURRENT_LIST_DIR}/launch.cpp"
@@ -31,5 +32,6 @@ list(APPEND kernels $<TARGET_OBJECTS:kernels_cuda> $<TARGET_OBJECTS:kernels_emul
 
 add_library(fake_cuda_kernels INTERFACE)
 target_include_directories(fake_cuda_kernels SYSTEM INTERFACE "${fake_cuda_dir}/include" "${cuda_include_dir}")
+target_link_options(fake_cuda_kernels INTERFACE ${cuda_on_cpu_link_options})
 target_link_libraries(fake_cuda_kernels INTERFACE "${cuda_runtime_library}" ${CMAKE_DL_LIBS})
 set(DRIVETRAIN_CUDA_BUILT "emulated on the CPU")

@@ -26,12 +26,18 @@ struct Launch {
 
 int run(void* context) {
   const auto& launch = *static_cast<Launch*>(context);
+  static const bool is_seeded = [] {
+    const char* const seed = std::getenv("FAKE_CUDA_SEED");
+    cuda_on_cpu::set_seed(seed != nullptr ? std::strtoull(seed, nullptr, 10) : 1);
+    return true;
+  }();
+  static_cast<void>(is_seeded);
   fake_cuda_open();  // the kernel uses the host's addresses of device memory
   begin_accesses();
-  const cudaError_t error = cuda_on_cpu::run(launch.config, launch.thread);
+  cuda_on_cpu::run(launch.config, launch.thread);
   fake_cuda_close();
   check_accesses();
-  return error == cudaSuccess ? FAKE_CUDA_DONE : FAKE_CUDA_FAILED;
+  return FAKE_CUDA_DONE;
 }
 
 // Reads the functions of the library that contains `kernel` from its table of symbols, by their offset in the library.
@@ -70,12 +76,11 @@ std::string name_of(const void* kernel) {
 
 }  // namespace
 
-cudaError_t enqueue(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> thread) {
-  const unsigned threads = config.blockDim.x;
-  if (config.gridDim.x == 0 || threads == 0 || threads > 1024) return cudaErrorInvalidConfiguration;
+cudaError_t enqueue(const cudaLaunchConfig_t& config, const cuda_on_cpu::Kernel& kernel, std::function<void()> thread) {
+  if (const cudaError_t error = cuda_on_cpu::check(config, kernel)) return error;
   auto launch = std::make_unique<Launch>(Launch{config, std::move(thread)});
   const int error = fake_cuda_enqueue(
-      config.stream, name_of(kernel).c_str(), &run, launch.release(),
+      config.stream, name_of(kernel.code).c_str(), &run, launch.release(),
       [](void* context) { delete static_cast<Launch*>(context); }, nullptr, 0);
   return static_cast<cudaError_t>(error);
 }

@@ -136,6 +136,7 @@ constexpr ErrorText kErrors[] = {
     FAKE_CUDA_ERROR(cudaErrorInvalidValue, "invalid argument"),
     FAKE_CUDA_ERROR(cudaErrorMemoryAllocation, "out of memory"),
     FAKE_CUDA_ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument"),
+    FAKE_CUDA_ERROR(cudaErrorLaunchOutOfResources, "too many resources requested for launch"),
     FAKE_CUDA_ERROR(cudaErrorInvalidDevice, "invalid device ordinal"),
     FAKE_CUDA_ERROR(cudaErrorNoDevice, "no CUDA-capable device is detected"),
     FAKE_CUDA_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),

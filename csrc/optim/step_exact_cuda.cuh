@@ -191,6 +191,7 @@ struct StepCodes : StepExact<RuleOf, kParam, kGrad, kState> {
       } else {
         Base::template store_stream<kStateBytes, false>(to.data, unit, pointers.numel, raw.state[s]);
       }
+      __syncwarp();  // All lanes have read the old scale; __reduce_max_sync orders no memory.
       if (lane_of(kWarp) == 0) {
         const uint32_t word[1] = {bits_as<uint32_t>(raw.scale[s])};
         store_vector<1>(to.extra + static_cast<uint64_t>(unit / (kUnits * kWarp)) * 4, word);

@@ -53,6 +53,7 @@ void place_on_device(Batch& batch) {
     }
     bytes.clear();
     batch.plan = std::move(plan);
+    if (!has_blocks()) batch.plan.planned.clear();  // A captured step's blocks end with its graph.
   } else if (!batch.plan.blocks.empty()) {
     batch.placed.blocks = reinterpret_cast<const StepBlock*>(batch.blocks_table.data());
   }

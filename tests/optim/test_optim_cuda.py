@@ -321,6 +321,26 @@ def test_a_captured_step_copies_no_table(number: int) -> None:
     assert_same_bits(on_cpu, on_device)
 
 
+def test_a_step_after_the_capture_of_other_parameters_is_the_cpus() -> None:
+    """A captured step's blocks end with its graph, and the blocks of the step before it are of fewer parameters."""
+    optimizers = on_cpu, on_device = pair(optim.AdamW, {}, shapes=[(70, 70), (3, 5), (300, 17), (5000,)])
+    for has_all in (True, False):
+        set_grads(*map(params_of, optimizers))
+        for optimizer in optimizers:
+            for param in params_of(optimizer)[1:]:
+                param.grad = param.grad if has_all else None
+            optimizer.step()
+    set_grads(*map(params_of, optimizers))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on_device.step()
+    on_device.step()
+    graph.replay()
+    for _ in range(2):
+        on_cpu.step()
+    assert_same_bits(on_cpu, on_device)
+
+
 @cases
 @pytest.mark.parametrize(
     ("precision", "dtype"),

@@ -334,7 +334,7 @@ void register_ddp(py::module_& m) {
   m.def("tag_board", &make_tag_board, py::arg("own"), py::arg("addresses"), py::arg("rank"), py::arg("ranks"),
         py::arg("rank_names"), py::arg("between"), py::arg("hosts"), py::arg("timeout_s"), no_gil());
   py::class_<Comm, std::shared_ptr<Comm>>(m, "Comm")
-      .def_property_readonly("name", &Comm::name)
+      .def_property_readonly("name", py::cpp_function(&Comm::name, no_gil()))  // waits for a call that meets the ranks
       .def_property_readonly("why_not", &Comm::why_not)
       .def_property_readonly("averages", &Comm::averages)
       .def_property_readonly("spins", &Comm::spins)
@@ -349,6 +349,7 @@ void register_ddp(py::module_& m) {
           py::arg("memory"), no_gil())
       .def("set_board", &Comm::set_board, py::arg("board").none())
       .def("set_returning", &Comm::set_returning, py::arg("process_group"), no_gil())
+      .def("give_up", &Comm::give_up, py::arg("why"), no_gil())
       .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil())
       .def("start_gather", &start_gather, py::arg("flat"), py::arg("ranges"), py::keep_alive<0, 1>(), no_gil());
   py::class_<HeldErrors>(m, "CarriedErrors");

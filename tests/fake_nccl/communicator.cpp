@@ -62,6 +62,33 @@ bool ncclComm::are_peers_alive() {
   return error == ncclSuccess;
 }
 
+void ncclComm::look_at_links() {
+  if (std::getenv("FAKE_NCCL_SOCKETS") != nullptr) are_peers_alive();
+}
+
+bool ncclComm::have_launches_ended() {
+  const std::lock_guard<std::mutex> lock(turn_mutex);
+  return ended >= launched;
+}
+
+void ncclComm::add_memory(void* data, size_t bytes, bool is_window) {
+  const std::lock_guard<std::mutex> lock(memory_mutex);
+  registered[data] = {bytes, is_window};
+}
+
+void ncclComm::remove_memory(void* data) {
+  const std::lock_guard<std::mutex> lock(memory_mutex);
+  registered.erase(data);
+}
+
+bool ncclComm::is_in_window(const void* address) {
+  const std::lock_guard<std::mutex> lock(memory_mutex);
+  const auto next = registered.upper_bound(const_cast<void*>(address));
+  if (next == registered.begin()) return false;
+  const auto& [data, memory] = *std::prev(next);
+  return memory.is_window && static_cast<const char*>(address) < static_cast<const char*>(data) + memory.bytes;
+}
+
 bool ncclComm::meet(const std::string& what) {
   const int64_t all = ++meetings * size;
   ++board->met;

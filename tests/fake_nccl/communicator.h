@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -26,6 +27,7 @@ void note(const std::string& line);
 // - "init hangs", "no window", "window hangs"
 // - "no memory": ncclMemAlloc fails.
 // - "full memory": ncclMemAlloc fails until the process frees memory and sets FAKE_NCCL_FREED.
+// - "abort hangs": no kernel looks for an abort, so that ncclCommAbort waits for FAKE_NCCL_WAIT_S.
 // - "float sum 5 errors", "float sum 5 hangs", "float sum 5 is refused": a sum of five elements does so.
 bool fault(const std::string& what);
 void rest();
@@ -41,6 +43,7 @@ struct ncclComm {
   int size = 0;
   int rank = 0;
   bool is_blocking = false;
+  bool windows_can_abort = false;
   int device = 0;  // the one that was current when this rank joined, which streams of value 0 belong to
   fake_nccl::Board* board = nullptr;
 
@@ -65,6 +68,13 @@ struct ncclComm {
   int64_t ended = 0;
   const void* running = nullptr;
 
+  struct Registered {
+    size_t bytes;
+    bool is_window;
+  };
+  std::mutex memory_mutex;                 // guards the next member
+  std::map<void*, Registered> registered;  // by address
+
   std::shared_ptr<ncclComm> self;  // set while the user has it; launches keep a reference too
   ~ncclComm();
 
@@ -72,6 +82,12 @@ struct ncclComm {
   void fail(ncclResult_t result, const std::string& text);
   // Returns false if the communicator has an error, also if a peer's process has ended. Looks at the peers seldom.
   bool are_peers_alive();
+  // Does the same if the ranks are connected by sockets, and nothing over NVLink.
+  void look_at_links();
+  bool have_launches_ended();
+  void add_memory(void* data, size_t bytes, bool is_window);
+  void remove_memory(void* data);
+  bool is_in_window(const void* address);
   // Waits until every rank has called it as often. Returns false after an abort, a lost peer or a timeout.
   bool meet(const std::string& what);
 

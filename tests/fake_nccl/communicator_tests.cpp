@@ -1,6 +1,9 @@
 // Tests NcclCommunicator over the fakes, with two ranks as two threads, mainly for the sanitizers. The tests cover
 // groups, memory that outlives its communicator, and failures of collectives. A failed check makes the exit status 1.
+#include <cuda_runtime_api.h>
+
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -192,6 +195,49 @@ void test_timeout() {
   expect(error_of([&] { ranks[0]->start({sum_of(values)}, nullptr); }) == error, "the error stays");
 }
 
+// The peer's process has ended: nothing but the caller knows.
+void test_giving_up() {
+  Ranks ranks = make_ranks(30);
+  const auto values = std::make_shared<std::vector<float>>(10, 1.0f);
+  const auto group = ranks[0]->start({sum_of(values)}, nullptr);
+  expect(!ranks[0]->is_done(*group), "a collective waits for its peer");
+  expect(cudaGetLastError() == cudaSuccess, "a question leaves no error to the next launch's check");
+  ranks[0]->give_up("rank 1 has ended");
+  expect(error_of([&] { ranks[0]->wait(*group, nullptr); }) == "rank 1 has ended", "a wait throws why");
+  expect(error_of([&] { ranks[0]->start({sum_of(values)}, nullptr); }) == "rank 1 has ended", "and so do later calls");
+  expect(ranks[0]->end().empty(), "the abort ends");
+}
+
+// A kernel that does not look for an abort holds up ncclCommAbort, and none of our calls.
+void test_an_abort_that_hangs() {
+  ::setenv("FAKE_NCCL_FAULT", "abort hangs", 1);
+  ::setenv("FAKE_NCCL_WAIT_S", "9", 1);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto has_taken = [&](int seconds) {
+    return std::chrono::steady_clock::now() - begin > std::chrono::seconds(seconds);
+  };
+  const int64_t before = NcclCommunicator::memory_bytes();
+  Ranks ranks = make_ranks(0.3);
+  std::vector<std::shared_ptr<void>> memory(2);
+  on_ranks([&](int rank) { memory[rank] = registered(*ranks[rank], 4000); });
+  auto group = ranks[0]->start({{memory[0].get(), 1000, ncclFloat32, memory[0]}}, nullptr);
+  while (!ranks[0]->is_done(*group)) std::this_thread::yield();
+  const std::string error = error_of([&] { ranks[0]->wait(*group, nullptr); });
+  expect(contains(error, "did not end within the timeout") && !has_taken(3), "the error comes first: " + error);
+  const std::string left = ranks[0]->end();
+  expect(contains(left, "rank 0 of 2: ncclCommAbort has not ended within 5 s") && !has_taken(8),
+         "and names it: " + left);
+  ranks.clear();
+  group.reset();
+  memory[0].reset();
+  expect(!has_taken(8), "nothing waits for the abort");
+  expect(NcclCommunicator::memory_bytes() == before + 8000, "memory stays as long as the device may use it");
+  while (NcclCommunicator::memory_bytes() > before + 4000 && !has_taken(30)) std::this_thread::yield();
+  expect(NcclCommunicator::memory_bytes() == before + 4000, "it is freed once the abort has ended");
+  ::unsetenv("FAKE_NCCL_WAIT_S");
+  ::unsetenv("FAKE_NCCL_FAULT");
+}
+
 void test_reported_error() {
   ::setenv("FAKE_NCCL_FAULT", "float sum 77 errors", 1);
   Ranks ranks = make_ranks(30);
@@ -230,6 +276,8 @@ int main() {
   test_a_rank_that_registers_no_memory();
   test_memory_is_counted();
   test_timeout();
+  test_giving_up();
+  test_an_abort_that_hangs();
   test_reported_error();
   test_an_error_that_ends_a_collective();
   if (failures == 0) std::puts("communicator tests passed");

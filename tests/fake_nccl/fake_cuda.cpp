@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <utility>
 
 namespace {
 
@@ -64,6 +65,7 @@ class Stream {
   std::thread thread_;
 };
 
+thread_local cudaError_t last_error = cudaSuccess;
 std::mutex streams_mutex;
 std::set<Stream*> streams;
 
@@ -99,7 +101,7 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorFake"; }
 const char* cudaGetErrorString(cudaError_t) { return "a fake error"; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
@@ -167,7 +169,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const std::lock_guard<std::mutex> lock(held(event)->mutex);
-  return held(event)->completed >= held(event)->recorded ? cudaSuccess : cudaErrorNotReady;
+  if (held(event)->completed >= held(event)->recorded) return cudaSuccess;
+  return last_error = cudaErrorNotReady;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {

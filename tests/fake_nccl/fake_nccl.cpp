@@ -4,7 +4,10 @@
 // The fake is as strict as NCCL where callers can make mistakes:
 // - On a non-blocking communicator, a group starts only after two calls of ncclCommGetAsyncError.
 // - Groups are reordered by size, and ranks that group differently get an error.
-// - A collective whose peer is missing never ends unless it is aborted or FAKE_NCCL_WAIT_S is over.
+// - A collective whose peer is missing never ends unless it is aborted or FAKE_NCCL_WAIT_S is over. As over NVLink,
+//   nothing tells that the peer's process has ended. FAKE_NCCL_SOCKETS=1 lets ncclCommGetAsyncError tell.
+// - ncclCommAbort waits for the device. Kernels on windows look for an abort from NCCL 2.29.7 on only.
+// - Memory that is still registered when its communicator is destroyed is never freed.
 // - On a non-blocking communicator, registering a window returns ncclSuccess with a null window, as in NCCL 2.28.9. The
 //   registration ends in the background once every rank has joined it. Until then the communicator refuses most calls.
 // - Two ranks on one GPU of a host (NCCL_HOSTID) are refused.
@@ -17,10 +20,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "communicator.h"
@@ -39,6 +44,8 @@ struct Added {
 };
 thread_local std::vector<Added> grouped;
 thread_local std::string thread_error;
+std::mutex lost_mutex;
+std::set<void*> lost;  // memory that ncclMemFree() does not free
 
 ncclResult_t refuse(const std::string& text) {
   thread_error = text;
@@ -63,6 +70,16 @@ bool is_ready(ncclComm& comm) {
   if (comm.polls == 0 && !comm.has_job) return true;
   thread_error = "Attempt to use communicator before the previous operation returned ncclSuccess";
   return false;
+}
+
+// Aborts if the calling thread holds Python's GIL while other ranks join in: their threads may need it.
+void refuse_gil() {
+  using Check = int (*)();
+  const auto holds_gil = reinterpret_cast<Check>(::dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  const auto is_initialized = reinterpret_cast<Check>(::dlsym(RTLD_DEFAULT, "Py_IsInitialized"));
+  if (holds_gil == nullptr || is_initialized == nullptr || is_initialized() == 0 || holds_gil() == 0) return;
+  std::fputs("fake NCCL: a thread that holds Python's GIL waits for other ranks\n", stderr);
+  std::abort();
 }
 
 template <class Function>
@@ -117,6 +134,7 @@ ncclResult_t make(ncclComm_t* result, const std::string& path, int size, int ran
   comm->rank = rank;
   comm->is_blocking = is_blocking;
   comm->device = current_device();
+  comm->windows_can_abort = FAKE_NCCL_VERSION >= 22907;
   comm->board = open_board(path);
   if (comm->board == nullptr) return ncclSystemError;
   comm->board->processes[rank] = ::getpid();
@@ -285,7 +303,10 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
   *result = ncclInProgress;
-  if (comm->has_job) return ncclSuccess;
+  if (comm->has_job) {
+    refuse_gil();
+    return ncclSuccess;
+  }
   {
     const std::lock_guard<std::mutex> lock(comm->start_mutex);
     if (comm->polls > 0) {
@@ -293,7 +314,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
       return ncclSuccess;
     }
   }
-  comm->are_peers_alive();
+  comm->look_at_links();
   *result = static_cast<ncclResult_t>(comm->error.load());
   return ncclSuccess;
 }
@@ -311,6 +332,10 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   if (!is_ready(*comm)) return ncclInvalidArgument;
   note("Destroy");
   if (comm->job.joinable()) comm->job.join();
+  {
+    const std::lock_guard<std::mutex> lock(lost_mutex);
+    for (const auto& [data, memory] : comm->registered) lost.insert(data);
+  }
   comm->self.reset();
   return ncclSuccess;
 }
@@ -320,6 +345,9 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   comm->aborted = true;
   ::unlink(comm->path.c_str());
   if (comm->job.joinable()) comm->job.join();
+  const Clock::time_point deadline = Clock::now() + longest_wait();
+  while (!comm->have_launches_ended() && Clock::now() < deadline) rest();
+  note("Aborted");
   comm->self.reset();
   return ncclSuccess;
 }
@@ -390,6 +418,13 @@ ncclResult_t ncclMemAlloc(void** data, size_t bytes) {
 }
 
 ncclResult_t ncclMemFree(void* data) {
+  {
+    const std::lock_guard<std::mutex> lock(lost_mutex);
+    if (lost.erase(data) != 0) {
+      note("MemFree leaks");
+      return ncclSuccess;
+    }
+  }
   note("MemFree");
   if (const auto release = of_device<cudaError_t (*)(void*)>("cudaFree")) {
     return release(data) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
@@ -402,12 +437,14 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, v
   if (!is_ready(*comm)) return ncclInvalidArgument;
   note("Register " + std::to_string(bytes));
   *handle = data;
+  comm->add_memory(data, bytes, /*is_window=*/false);
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommDeregister(const ncclComm_t comm, void*) {
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
   if (!is_ready(*comm)) return ncclInvalidArgument;
   note("Deregister");
+  comm->remove_memory(handle);
   return ncclSuccess;
 }
 #endif
@@ -420,6 +457,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes, n
   note("WindowRegister " + std::to_string(bytes));
   const ncclWindow_t made = fault("no window") ? nullptr : static_cast<ncclWindow_t>(data);
   const bool hangs = fault("window hangs");
+  if (made != nullptr) comm->add_memory(data, bytes, /*is_window=*/true);
   const ncclResult_t result = carry_out(*comm, [comm, window, made, hangs] {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     *window = made;
@@ -430,9 +468,10 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes, n
   return result == ncclInProgress ? ncclSuccess : result;
 }
 
-ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t) {
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   if (!is_ready(*comm)) return ncclInvalidArgument;
   note("WindowDeregister");
+  comm->remove_memory(window);
   return ncclSuccess;
 }
 #endif

@@ -182,12 +182,15 @@ class Launch {
  public:
   Launch(std::shared_ptr<ncclComm> comm, std::vector<Operation> operations, bool is_captured)
       : comm_(std::move(comm)), operations_(std::move(operations)), is_captured_(is_captured) {
+    const auto is_in_window = [this](const Operation& operation) { return comm_->is_in_window(operation.from); };
+    ignores_abort_ = fault("abort hangs") ||
+                     (!comm_->windows_can_abort && std::any_of(operations_.begin(), operations_.end(), is_in_window));
     const std::lock_guard<std::mutex> lock(comm_->turn_mutex);
     if (!is_captured_) number_ = ++comm_->launched;
   }
 
   State step() {
-    if (comm_->aborted) return end();
+    if (comm_->aborted && !ignores_abort_) return end();
     if (!is_running_ && !begin()) return State::kAgain;
     // Sends and receives advance together. Their order in the group does not matter.
     bool is_done = true;
@@ -203,7 +206,7 @@ class Launch {
       arrives_ = Clock::now() + time_on_link(bytes);
     }
     if (is_done && Clock::now() >= arrives_) return end();
-    comm_->are_peers_alive();
+    comm_->look_at_links();
     if (Clock::now() > deadline_) {
       comm_->fail(ncclInternalError, "fake NCCL waited " + std::to_string(longest_wait().count()) +
                                          " s for the peers of " + operations_[0].text());
@@ -256,6 +259,7 @@ class Launch {
   const std::shared_ptr<ncclComm> comm_;
   const std::vector<Operation> operations_;
   const bool is_captured_;
+  bool ignores_abort_ = false;
   int64_t number_ = 0;
   bool is_running_ = false;
   bool has_data_ = false;

@@ -118,6 +118,9 @@ class Comm {
   // Begins collectives that the transport has held back to begin them together. A wait for one of them does the same.
   // Every rank must call it between the same starts.
   virtual void flush() {}
+  // Aborts all collectives with that error, which later calls throw. Any thread may call it. Does nothing where the
+  // process group carries the values.
+  virtual void give_up(const std::string& /*why*/) {}
 
  private:
   const Ranks ranks_;

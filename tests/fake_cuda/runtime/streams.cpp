@@ -254,7 +254,7 @@ FAKE_CUDA_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
   if (const cudaError_t error = check_capture(stream)) return error;
   close_after_fault();
-  if (!stream->queue.empty()) return cudaErrorNotReady;
+  if (!stream->queue.empty()) return fail(cudaErrorNotReady);
   if (stream->last) observe(stream->last);
   return cudaSuccess;
 }
@@ -363,7 +363,7 @@ FAKE_CUDA_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   }
   if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
   if (!event->op) return cudaSuccess;
-  if (!event->op->is_done) return cudaErrorNotReady;
+  if (!event->op->is_done) return fail(cudaErrorNotReady);
   observe(event->op);
   return cudaSuccess;
 }
@@ -389,7 +389,7 @@ FAKE_CUDA_API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t 
       ((start->flags | end->flags) & cudaEventDisableTiming)) {
     return fail(cudaErrorInvalidResourceHandle);
   }
-  if (!start->op->is_done || !end->op->is_done) return cudaErrorNotReady;
+  if (!start->op->is_done || !end->op->is_done) return fail(cudaErrorNotReady);
   *milliseconds = std::chrono::duration<float, std::milli>(end->op->done_at - start->op->done_at).count();
   return cudaSuccess;
 }

@@ -174,6 +174,7 @@ class NcclComm final : public Comm {
     return text("nccl ", api_->version, registration.empty() ? "" : ", ", registration);
   }
   std::string why_not() const override { return why_not_; }
+  void give_up(const std::string& why) override { communicator_->give_up(why); }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
     if (device != device_) {
@@ -330,6 +331,9 @@ class NcclComm final : public Comm {
 
   void release() {
     held_back_.clear();
+    if (const std::string left = communicator_ ? communicator_->end() : ""; !left.empty()) {
+      TORCH_WARN("drivetrain: ", left);
+    }
     communicator_.reset();
     sparse_.reset();
     group_.reset();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <system_error>
 #include <utility>
 
 #include "base/check.h"
@@ -17,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 
 // The polling interval is short against any timeout and long against the cost of a poll.
 constexpr std::chrono::milliseconds kLook(20);
-// The destructor aborts after this time.
+// The destructor aborts after this time, and gives up an abort after as much again.
 constexpr std::chrono::seconds kLongestEnd(5);
 // A wait for NCCL's threads first does not sleep, as most calls take microseconds.
 constexpr std::chrono::milliseconds kStateSpin(1);
@@ -35,6 +36,13 @@ void pause(Clock::time_point since) {
   } else {
     std::this_thread::sleep_for(kPause);
   }
+}
+
+// A query leaves cudaErrorNotReady behind, which the next check of a kernel's launch would report.
+cudaError_t state_of(cudaEvent_t event) {
+  const cudaError_t status = cudaEventQuery(event);
+  if (status == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
+  return status;
 }
 
 }  // namespace
@@ -61,15 +69,18 @@ class NcclCommunicator::Group {
   cudaEvent_t end_ = nullptr;
 };
 
-// Holds NCCL's communicator and the error that ended it. Every call on it holds the mutex. Only settle() takes long,
-// and it has a limit.
-class NcclCommunicator::Handle {
+// Holds NCCL's communicator and the error that ended it. Every call on it but the abort holds the mutex. Only settle()
+// takes long, and it has a limit.
+class NcclCommunicator::Handle : public std::enable_shared_from_this<Handle> {
  public:
   explicit Handle(const Options& options) : options_(options) {}
 
   std::mutex mutex;
   ncclComm_t comm = nullptr;
   std::string error;
+  bool is_aborting = false;
+  std::vector<Memory*> registered;
+  std::vector<std::shared_ptr<void>> left;  // what the device may use until the abort has ended
 
   const NcclApi& api() const { return *options_.api; }
 
@@ -77,15 +88,37 @@ class NcclCommunicator::Handle {
     if (!error.empty()) throw EnvironmentError(error);
   }
 
-  // Aborts all collectives in progress, and keeps the first error.
+  // Keeps the first error, and begins to abort all collectives in progress.
   void fail(const std::string& what) noexcept {
     if (error.empty()) error = what;
     abort();
   }
 
+  // NCCL's abort waits for the device, behind some kernels for ever. It runs in a thread that may be given up.
   void abort() noexcept {
-    if (comm != nullptr) api().ncclCommAbort(comm);
-    comm = nullptr;
+    if (comm == nullptr) return;
+    is_aborting = true;
+    abort_until_ = Clock::now() + kLongestEnd;
+    try {
+      std::thread([self = shared_from_this(), aborted = std::exchange(comm, nullptr)] {
+        static_cast<void>(cudaSetDevice(self->options_.device));
+        self->api().ncclCommAbort(aborted);
+        std::vector<std::shared_ptr<void>> left;  // outlives the lock: freeing its memory needs the mutex
+        const std::lock_guard<std::mutex> lock(self->mutex);
+        self->is_aborting = false;
+        left.swap(self->left);
+      }).detach();
+    } catch (const std::system_error& failure) {
+      error += text("; nor can it be aborted: ", failure.what());
+    }
+  }
+
+  // Returns false if the device may go on with aborted collectives. Requires that this thread does not hold the mutex.
+  bool has_abort_ended() {
+    for (const Clock::time_point begin = Clock::now();; pause(begin)) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!is_aborting || Clock::now() > abort_until_) return !is_aborting;
+    }
   }
 
   // Aborts on failure, where a collective would otherwise go unwatched.
@@ -98,6 +131,12 @@ class NcclCommunicator::Handle {
     const std::string detail = api().ncclGetLastError(comm);  // this thread's last error where there is no communicator
     return text(who(), call, " failed with NCCL error ", static_cast<int>(result), " (",
                 api().ncclGetErrorString(result), ")", detail.empty() ? "" : ": ", detail);
+  }
+
+  std::string describe_abort() const {
+    return text(who(), "ncclCommAbort has not ended within ", kLongestEnd.count(),
+                " s: the device still executes collectives, and the process keeps their memory. End this process.",
+                error.empty() ? "" : " The error before: ", error);
   }
 
   std::string describe_timeout(const std::string& what) const {
@@ -131,6 +170,7 @@ class NcclCommunicator::Handle {
   }
 
   const Options options_;
+  Clock::time_point abort_until_;
 };
 
 class NcclCommunicator::Memory {
@@ -148,19 +188,40 @@ class NcclCommunicator::Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  // Ignores errors: the process then keeps the memory until it ends.
+  // Ignores errors: the process then keeps the memory until it ends, as where an aborted collective still uses it.
   ~Memory() {
+    const bool is_unused = handle_->has_abort_ended();
     int device = 0;
     const bool known = cudaGetDevice(&device) == cudaSuccess;
     static_cast<void>(cudaSetDevice(device_));
-    static_cast<void>(cudaDeviceSynchronize());  // as cudaFree does: kernels may still use the memory
+    if (is_unused) static_cast<void>(cudaDeviceSynchronize());  // as cudaFree does: kernels may still use the memory
     {
       const std::lock_guard<std::mutex> lock(handle_->mutex);
+      std::erase(handle_->registered, this);
       deregister();
     }
-    handle_->api().ncclMemFree(data);
-    bytes_now -= static_cast<int64_t>(bytes);
+    if (is_unused) {
+      handle_->api().ncclMemFree(data);
+      bytes_now -= static_cast<int64_t>(bytes);
+    }
     if (known) static_cast<void>(cudaSetDevice(device));
+  }
+
+  // Requires the handle's mutex. An aborted communicator has deregistered the memory itself.
+  void deregister() noexcept {
+    if (handle_->comm == nullptr) return;
+    const NcclApi& api = handle_->api();
+    try {
+      if (window != nullptr) {
+        handle_->settle(api.ncclCommWindowDeregister(handle_->comm, std::exchange(window, nullptr)),
+                        "ncclCommWindowDeregister", Clock::now() + kLongestEnd);
+      } else if (registered != nullptr) {
+        handle_->settle(api.ncclCommDeregister(handle_->comm, std::exchange(registered, nullptr)), "ncclCommDeregister",
+                        Clock::now() + kLongestEnd);
+      }
+    } catch (const EnvironmentError&) {
+      // The handle keeps the error, and the communicator's next call throws it.
+    }
   }
 
   void* const data;
@@ -174,23 +235,6 @@ class NcclCommunicator::Memory {
     const int64_t now = bytes_now += static_cast<int64_t>(bytes);
     int64_t most = most_bytes;
     while (most < now && !most_bytes.compare_exchange_weak(most, now)) {
-    }
-  }
-
-  // An aborted or finalized communicator has deregistered the memory itself.
-  void deregister() noexcept {
-    if (handle_->comm == nullptr) return;
-    const NcclApi& api = handle_->api();
-    try {
-      if (window != nullptr) {
-        handle_->settle(api.ncclCommWindowDeregister(handle_->comm, window), "ncclCommWindowDeregister",
-                        Clock::now() + kLongestEnd);
-      } else if (registered != nullptr) {
-        handle_->settle(api.ncclCommDeregister(handle_->comm, registered), "ncclCommDeregister",
-                        Clock::now() + kLongestEnd);
-      }
-    } catch (const EnvironmentError&) {
-      // The handle keeps the error, and the communicator's next call throws it.
     }
   }
 
@@ -215,43 +259,57 @@ NcclCommunicator::NcclCommunicator(Options options)
     check_cuda(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     watcher_ = std::thread([this] { watch(); });
   } catch (...) {
-    finalize();
+    end();
     throw;
   }
 }
 
-NcclCommunicator::~NcclCommunicator() {
+NcclCommunicator::~NcclCommunicator() { end(); }
+
+// Aborts only after the limit, as an abort would break collectives that slower ranks still need.
+std::string NcclCommunicator::end() noexcept {
   {
     const std::lock_guard<std::mutex> lock(handle_->mutex);
     stopping_ = true;
   }
   changed_.notify_all();
-  watcher_.join();
-  finalize();
-}
-
-// Aborts only after the limit, as an abort would break collectives that slower ranks still need.
-void NcclCommunicator::finalize() noexcept {
+  if (watcher_.joinable()) watcher_.join();
   const Clock::time_point begin = Clock::now(),
                           deadline = begin + std::min<Clock::duration>(kLongestEnd, options_.timeout);
   std::vector<std::shared_ptr<Group>> ended;  // outlives the lock: freeing its memory needs the mutex
-  const std::lock_guard<std::mutex> lock(handle_->mutex);
+  std::unique_lock<std::mutex> lock(handle_->mutex);
   const auto rest = [&](Clock::time_point until) {
     for (take_ended(ended); !under_way_.empty() && Clock::now() < until; take_ended(ended)) pause(begin);
   };
-  rest(deadline);
-  if (under_way_.empty() && handle_->comm != nullptr) {
+  rest(handle_->is_aborting ? begin : deadline);
+  if (under_way_.empty()) {
+    // First, as NCCL up to 2.29.3 never frees memory that is a window when its communicator ends.
+    for (Memory* memory : handle_->registered) memory->deregister();
     try {
-      handle_->settle(options_.api->ncclCommFinalize(handle_->comm), "ncclCommFinalize", deadline);
-      options_.api->ncclCommDestroy(std::exchange(handle_->comm, nullptr));
+      if (handle_->comm != nullptr) {
+        handle_->settle(options_.api->ncclCommFinalize(handle_->comm), "ncclCommFinalize", deadline);
+        options_.api->ncclCommDestroy(std::exchange(handle_->comm, nullptr));
+      }
     } catch (const EnvironmentError&) {
       // settle() has aborted the communicator. A destructor cannot report the error.
     }
   }
   handle_->abort();
+  lock.unlock();
+  static_cast<void>(handle_->has_abort_ended());
+  lock.lock();
+  if (ready_ != nullptr) static_cast<void>(cudaEventDestroy(std::exchange(ready_, nullptr)));
+  const auto destroy = [](cudaStream_t stream) { static_cast<void>(cudaStreamDestroy(stream)); };
+  std::shared_ptr<CUstream_st> stream;
+  if (stream_ != nullptr) stream.reset(std::exchange(stream_, nullptr), destroy);
+  if (handle_->is_aborting) {
+    handle_->left.insert(handle_->left.end(), under_way_.begin(), under_way_.end());
+    handle_->left.push_back(std::move(stream));
+    under_way_.clear();
+    return handle_->describe_abort();
+  }
   rest(Clock::now() + kLongestEnd);  // the device ends what was aborted
-  if (ready_ != nullptr) static_cast<void>(cudaEventDestroy(ready_));
-  if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
+  return "";
 }
 
 std::shared_ptr<NcclCommunicator::Group> NcclCommunicator::start(std::vector<Collective> collectives,
@@ -323,9 +381,14 @@ void NcclCommunicator::wait(Group& group, cudaStream_t stream) {
   check();  // the call above blocks where a stream's queue is full
 }
 
+void NcclCommunicator::give_up(const std::string& why) {
+  const std::lock_guard<std::mutex> lock(handle_->mutex);
+  handle_->fail(why);
+}
+
 bool NcclCommunicator::is_done(Group& group) {
   const std::lock_guard<std::mutex> lock(handle_->mutex);
-  return !handle_->error.empty() || cudaEventQuery(group.end()) != cudaErrorNotReady;
+  return !handle_->error.empty() || state_of(group.end()) != cudaErrorNotReady;
 }
 
 std::shared_ptr<NcclCommunicator::Memory> NcclCommunicator::allocate(size_t bytes,
@@ -354,6 +417,7 @@ std::shared_ptr<void> NcclCommunicator::register_memory(const std::shared_ptr<Me
   const std::lock_guard<std::mutex> lock(handle_->mutex);
   handle_->check();
   registration_ = "unregistered";
+  handle_->registered.push_back(memory.get());
   // Before this version kernels on windows do not look for an abort. A lost rank would keep the others' devices
   // waiting.
   constexpr int kWindowsCanAbort = 22907;
@@ -383,7 +447,7 @@ std::string NcclCommunicator::registration() const {
 // Takes groups in the order of the stream, in which they began.
 void NcclCommunicator::take_ended(std::vector<std::shared_ptr<Group>>& ended) {
   while (!under_way_.empty()) {
-    const cudaError_t status = cudaEventQuery(under_way_.front()->end());
+    const cudaError_t status = state_of(under_way_.front()->end());
     if (status == cudaErrorNotReady) break;
     if (status != cudaSuccess) handle_->fail(describe_cuda(status, "a collective"));
     ended.push_back(std::move(under_way_.front()));

@@ -20,8 +20,8 @@ namespace drivetrain::ddp {
 // with a limit. The host never waits for the device: wait() lets a stream wait.
 //
 // A thread polls the collectives in progress. If NCCL reports an error, or a collective has not ended within the
-// timeout, the thread aborts the communicator. That also ends the collectives on the device. Their values are then
-// undefined, streams that wait for them go on, and the next call throws.
+// timeout, the next call throws, and the communicator is aborted. That also ends the collectives on the device. Their
+// values are then undefined, and streams that wait for them go on.
 //
 // Thread safety: any thread may call any method, even while another one waits.
 class NcclCommunicator {
@@ -53,7 +53,7 @@ class NcclCommunicator {
 
   // Meets the other ranks within the timeout.
   explicit NcclCommunicator(Options options);
-  // Finalizes the communicator if everything in progress ends within 5 s, else aborts it.
+  // Ends the communicator as end() does.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -65,6 +65,11 @@ class NcclCommunicator {
   void wait(Group& group, cudaStream_t stream);
   // Returns true if the device has completed the group, or it has failed.
   bool is_done(Group& group);
+  // Aborts all collectives, and lets every later call throw this error, unless there was one before.
+  void give_up(const std::string& why);
+  // Finalizes the communicator if everything in progress ends within 5 s, else aborts it. Returns "", or what it leaves
+  // to the device where NCCL's abort takes more than 5 s. Call nothing else afterwards.
+  std::string end() noexcept;
 
   // Device memory in which collectives work best.
   class Memory;
@@ -91,7 +96,6 @@ class NcclCommunicator {
   void watch();
   void note_failures();
   void take_ended(std::vector<std::shared_ptr<Group>>& ended);
-  void finalize() noexcept;
 
   const Options options_;
   const std::shared_ptr<Handle> handle_;  // shared with the memory

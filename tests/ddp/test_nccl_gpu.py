@@ -197,15 +197,22 @@ def test_ranks_agree_with_the_process_group(tmp_path: Path, ranks: int) -> None:
         assert "fine" in output
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_is_an_error_within_the_timeout(tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "links"), [(signal.SIGKILL, "NVLink"), (signal.SIGKILL, "sockets"), (signal.SIGSTOP, "NVLink")]
+)
+def test_a_lost_rank_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals, links: str
+) -> None:
+    if links == "sockets":
+        monkeypatch.setenv("FAKE_NCCL_SOCKETS", "1")  # NCCL itself notices the end of a process
     script = f"""
-    model = DDP(net, transport="nccl", bucket_cap_mb=0.1)
-    begin = time.monotonic()
+    model = DDP(net, transport="nccl", bucket_cap_mb=0.1, report_hang_after=2)
     for step in range(100000):
+        if step == 20:
+            time.sleep(2)  # until each rank has received the other's progress
+            begin = time.monotonic()
         if rank == 1 and step == 20:
             os.kill(os.getpid(), {int(how)})
-        begin = time.monotonic()
         try:
             model(torch.randn(8, 10, device="cuda")).sum().backward()
             torch.cuda.synchronize()
@@ -216,8 +223,14 @@ def test_a_lost_rank_is_an_error_within_the_timeout(tmp_path: Path, how: signal.
     """
     ((code, output),) = on_gpu(script, 2, tmp_path, awaited=1)
     assert code == 0, output
-    # The next reduction raises the loss: the first, or a later one that started before it was noticed.
-    assert re.search(r"the all-reduce of bucket \d of \d \[[024]\.(weight|bias)\b", output), output
+    if how == signal.SIGKILL:
+        assert re.search(r"Rank 1 has ended: its process \d+ is gone", output), output
+        waited = re.search(r"^after (\d+) s", output, re.MULTILINE)
+        assert waited, output
+        assert int(waited[1]) < 10, output  # the group's timeout is 15 s
+    if how == signal.SIGSTOP or links == "sockets":
+        # The next reduction raises the loss: the first, or a later one that started before it was noticed.
+        assert re.search(r"the all-reduce of bucket \d of \d \[[024]\.(weight|bias)\b", output), output
 
 
 NVTX_SCRIPT = """

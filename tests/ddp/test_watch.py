@@ -432,6 +432,18 @@ def test_a_summary_whose_maker_has_ended_is_done_without() -> None:
     assert block.last[8] == record_of(8, 3)
 
 
+def test_the_end_of_another_hosts_rank_is_in_its_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = blocks_of_ranks(4, 2, beat_s=60)
+    made[2].read()
+    with monkeypatch.context() as on_its_host:
+        on_its_host.setattr(control_block, "has_ended", lambda process: process["pid"] == 3)
+        made[2].publish(record_of(2, 3))  # in the place of rank 3, which made the summary
+    assert made[0].read()
+    reporter = object.__new__(hang_reports.HangReporter)
+    reporter._block = made[0]
+    assert reporter._describe_ended() == "Rank 3 has ended: its process 3 is gone, last seen at x.py:1 in step 3."
+
+
 # ---- What the thread leaves, and when there is none.
 
 EARLY_EXIT = """

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ..processes import Process, this_process
+from ..processes import Process, has_ended, this_process
 
 R = TypeVar("R")
 
@@ -40,6 +40,7 @@ class Status(NamedTuple):
     step: int
     position: int
     wait_s: float | None
+    has_ended: bool  # a rank of the same host has found its process gone
 
 
 class RankRecord(TypedDict):
@@ -64,15 +65,16 @@ class _Connection(NamedTuple):
 
 def status_of(record: RankRecord) -> Status:
     """Returns the part of a record that other hosts read."""
-    return Status(record["beat"], record["step"], record["position"], record["wait_s"])
+    ended = has_ended(record["process"])
+    return Status(record["beat"], record["step"], record["position"], record["wait_s"], ended)
 
 
 class ControlBlock:
     """Publishes this rank's record and reads the others', for one reducer.
 
-    A rank reads the records of its own host. From every other host it reads a summary, which the first rank to arrive
-    there makes of its host's records at each beat. It reads another host's records for ranks that a report names. It
-    also reads them where nothing new has come for a while, as that first rank may have ended.
+    A rank reads the records of its own host. From every other host it reads a summary, which the first rank there that
+    has not ended makes of its host's records at each beat. It reads another host's records for ranks that a report
+    names. It also reads them where nothing new has come for a while, as all ranks there may have ended.
 
     Args:
         store: The process group's store.
@@ -111,7 +113,7 @@ class ControlBlock:
             store.set(self._key + str(self.rank), json.dumps(record))
             if self._arrival == 0:
                 self._arrival = self._arrive(store)
-            if self._arrival != 1 or len(self._on_host) == len(self.ranks):
+            if not self._makes_summary() or len(self._on_host) == len(self.ranks):
                 return []
             records = self._records(store, self._find_ranks(store))
             store.set(self._summary_of(self._host), json.dumps({rank: status_of(one) for rank, one in records}))
@@ -135,6 +137,8 @@ class ControlBlock:
                 and (rank not in seen or not self._is_new(rank, seen[rank]))
                 and self.silence_s(rank) >= _STALE_BEATS * self._beat_s
             ]
+            # A report names where these were last seen.
+            stale += [rank for rank, status in seen.items() if status.has_ended and self.last[rank] is None]
             return records + self._records(store, stale), seen
 
         found = self.ask(get)
@@ -169,7 +173,13 @@ class ControlBlock:
 
     def _is_new(self, rank: int, status: Status) -> bool:
         seen = self.seen[rank]
-        return seen is None or status.beat > seen.beat
+        return seen is None or status.beat > seen.beat or (status.has_ended and not seen.has_ended)
+
+    def _makes_summary(self) -> bool:
+        """Returns True if every rank that arrived on this host before has ended."""
+        earlier = self._on_host[: self._arrival - 1]
+        records = [self.last[rank] for rank in earlier]
+        return len(earlier) == self._arrival - 1 and all(one and has_ended(one["process"]) for one in records)
 
     # ---- Keys of the store.
 

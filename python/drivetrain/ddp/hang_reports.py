@@ -107,6 +107,7 @@ class HangReporter:
         limit_s: Seconds after which a wait is reported.
         wrapper: Names the wrapper in messages of processes that have several.
         device: A device whose streams wait for other ranks while the host goes on. None: the host itself waits.
+        comm: The reducer's transport.
         thread: The thread that trains, which is usually the one that builds the model.
     """
 
@@ -118,6 +119,7 @@ class HangReporter:
         limit_s: float,
         wrapper: str,
         device: torch.device | None,
+        comm: _C.Comm,
         thread: int,
     ) -> None:
         self._wrapper = wrapper
@@ -126,6 +128,7 @@ class HangReporter:
         self._block = control_block_of(group, self.beat_s)
         self._group = weakref.ref(group)
         self._device = device
+        self._comm = weakref.ref(comm)  # its last owner waits for its end, which the watchdog must not
         self._thread = thread
         self._modules: _Modules = {id(module): (weakref.ref(module), name) for name, module in modules}
         self._beats = 0
@@ -198,7 +201,7 @@ class HangReporter:
         ended = sorted(
             _Ended(record["has_failed"], rank)
             for rank, record in enumerate(block.last)
-            if rank != block.rank and record is not None and has_ended(record["process"])
+            if rank != block.rank and record is not None and self._has_ended(rank, record)
         )
         sentences = []
         for one in ended:
@@ -211,6 +214,11 @@ class HangReporter:
         if len(sentences) > _RANKS_NAMED:
             sentences[_RANKS_NAMED:] = [f"{len(sentences) - _RANKS_NAMED} more have ended."]
         return " ".join(sentences)
+
+    def _has_ended(self, rank: int, record: RankRecord) -> bool:
+        """Returns True if this rank, or one of the other's host, finds its process gone."""
+        seen = self._block.seen[rank]
+        return has_ended(record["process"]) or (seen is not None and seen.has_ended)
 
     def _look_at_device(self, device: torch.device, now: _C.ProgressSnapshot) -> None:
         """Reports a device that waits too long for other ranks, unless the host itself waits, which look() reports.
@@ -236,7 +244,9 @@ class HangReporter:
         self._progress.give_up(why)
         _raise_in(self._thread, why)
         # An abort may itself wait for what the device is executing.
-        threading.Thread(target=_abort, args=(group, device), name="drivetrain-watch-abort", daemon=True).start()
+        threading.Thread(
+            target=_abort, args=(self._comm(), group, device, why), name="drivetrain-watch-abort", daemon=True
+        ).start()
 
     def _report_device(self, device: torch.device, lag: _C.DeviceLag) -> None:
         """Reports the device's wait once it is known which ranks are silent, and each time that it has doubled."""
@@ -367,8 +377,10 @@ def _raise_in(thread: int, why: str) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RankHasEnded))
 
 
-def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Ends the group's collectives on that device, where its backend can."""
+def _abort(comm: _C.Comm | None, group: dist.ProcessGroup, device: torch.device, why: str) -> None:
+    """Ends the transport's own collectives, and the group's on that device, where its backend can."""
+    if comm is not None:
+        comm.give_up(why)
     try:
         group._get_backend(device).abort()
     except Exception as error:

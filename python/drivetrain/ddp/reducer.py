@@ -172,15 +172,14 @@ class Reducer(_C.Reducer):
         group = self._process_group
         if self._report_hang_after > 0 and group.size() > 1 and not is_foreign(group):
             device = self._params[0].device
-            # On the CPU, and over our own communicator, a collective with a rank that has ended fails by itself.
-            hangs = device.type != "cpu" and self.comm.name == "torch"
             self.hang_reporter = HangReporter(
                 self.progress(),
                 group,
                 self._modules,
                 self._report_hang_after,
                 self._wrapper,
-                device if hangs else None,
+                device if device.type != "cpu" else None,  # on the CPU a collective with an ended rank fails by itself
+                self.comm,
                 self._thread,
             )
         self.set_ended_ranks(self.hang_reporter.ended_ranks if self.hang_reporter else str)

@@ -5,6 +5,7 @@ python nccl_ranks.py RANK SIZE STORE TRANSPORT [CASE ...]; prints "ok CASE" afte
 
 import copy
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from drivetrain import DistributedDataParallel
 from drivetrain.monitor import Monitor
+from drivetrain.optim import AdamW
 
 GROUP_TIMEOUT_S = 60
 LATE_CYCLES = 400_000_000  # 0.2 s at 2 GHz, which no noise of a busy machine reaches in every step
@@ -199,6 +201,47 @@ def exposed_communication(transport: str) -> None:
     dist.all_gather(phases, torch.tensor([spent["forward"], spent["communication"]]).cuda())
     late, others = phases.pop(1).tolist(), [other.tolist() for other in phases]
     assert all(late[0] > forward and communication > late[1] for forward, communication in others), (late, others)
+
+
+@case
+def captured_backwards(transport: str) -> None:
+    """Captures a backward that steps, while the watchdog looks at the device, and refuses one with a weight."""
+    if transport == "nccl":  # which cannot be captured
+        return
+    warm, side = torch.cuda.Stream(), torch.cuda.Stream()
+    x = batch(0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(warm):
+        net = nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 3)).cuda()
+        models = [
+            DistributedDataParallel(one, transport=transport, bucket_cap_mb=SMALL_BUCKETS, report_hang_after=0.2)
+            for one in (net, copy.deepcopy(net), copy.deepcopy(net))
+        ]
+        for model in models[:2]:
+            AdamW(model.parameters()).step_in_backward(model)
+            for _ in range(3):
+                model(x).pow(2).sum().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        models[0](x).pow(2).sum().backward()
+        time.sleep(0.3)
+        x.clone()
+    with torch.cuda.stream(warm):
+        for _ in range(3):
+            graph.replay()
+            models[1](x).pow(2).sum().backward()
+    torch.cuda.synchronize()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+    message = ""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side, capture_error_mode="thread_local"):
+            models[2].backward(models[2](x).sum(), weight=2)
+    except NotImplementedError as error:
+        message = str(error)
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    assert "backward(loss, weight=...) cannot be captured" in message, message
 
 
 def join_group() -> tuple[str, list[str]]:

@@ -4,11 +4,19 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "base/write_cuda.h"
+
 namespace drivetrain {
 
 std::optional<c10::Stream> stream_on(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+bool is_capturing_on(c10::Device device) { return device.is_cuda() && is_capturing(*stream_on(device)); }
+
+bool is_capturing(const c10::Stream& stream) {
+  return stream.device().is_cuda() && is_capturing(static_cast<void*>(stream.native_handle()));
 }
 
 void run_after(const c10::Stream& later, const c10::Stream& earlier) {

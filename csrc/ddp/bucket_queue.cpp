@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/stream_order.h"
 #include "base/torch_text.h"
 #include "ddp/errors.h"
 #include "ddp/replicas.h"
@@ -200,10 +201,11 @@ bool BucketQueue::can_hand_over_early() const {
 // Waits for the first `waits_for` buckets; of the others it takes those that are reduced.
 void BucketQueue::hand_over_reduced(size_t waits_for) {
   if (!can_hand_over_early()) return;
+  const bool may_ask = !is_capturing_on(parts_.params[0].tensor.device());
   while (next_to_hand_over_ < next_) {
     const size_t index = next_to_hand_over_;
     if (PendingReduce* const reduce = states_[index].reduce.get()) {
-      const bool is_there = !reduce->is_held_back() && reduce->is_done();
+      const bool is_there = may_ask && !reduce->is_held_back() && reduce->is_done();
       if (!is_there && index >= waits_for) return;
       wait_for(index, *reduce);
       take_hook_result(index);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "base/current_stream.h"
 #include "base/stream_order.h"
 #include "base/write_cuda.h"
 
@@ -15,7 +14,7 @@ DeviceTimes::DeviceTimes(c10::Device device, int64_t steps, size_t params, size_
       first_probe_(static_cast<size_t>(steps) * (params + 1)),
       events_(first_probe_ + 2 * probes) {}
 
-bool DeviceTimes::is_capturing() const { return drivetrain::is_capturing(current_stream(device_)); }
+bool DeviceTimes::is_capturing() const { return is_capturing_on(device_); }
 
 void DeviceTimes::set(size_t mark) {
   std::optional<c10::Event>& event = events_[mark];

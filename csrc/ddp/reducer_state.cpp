@@ -302,16 +302,14 @@ void ReducerState::mark_end() {
   const std::shared_ptr<Progress>& progress = collectives_.progress();
   progress->end_step();
   const auto stream = stream_on(params_[0].tensor.device());
-  if (!stream) return;
+  if (!stream || is_capturing_on(stream->device())) return;  // replays do not pass here
   if (!device_end_) device_end_ = std::make_shared<c10::Event>(stream->device_type());
   const auto has_ended = [end = device_end_] {
     try {
       const OutsideCaptures outside_captures;  // the watchdog's thread asks, and the training's may capture
       return end->query();
     } catch (const c10::Error&) {
-      // The step was captured into a CUDA graph, whose replays do not pass here. Or the device has failed, which the
-      // training thread finds by itself.
-      return true;
+      return true;  // the device has failed, which the training thread finds by itself
     }
   };
   progress->end_on_device([&] { device_end_->record(*stream); }, has_ended);

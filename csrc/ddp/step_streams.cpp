@@ -30,11 +30,14 @@ void StepStreams::wait_for_others(c10::Device device) const {
   }
 }
 
+// In a capture, leaves out streams that it has not reached: they would end it, and have no work of this step.
 std::vector<c10::Stream> StepStreams::streams_of_accumulators() const {
   std::vector<c10::Stream> streams;
   for (const Parameter& param : params_) {
     const std::optional<c10::Stream> stream = param.accumulator ? param.accumulator->stream() : std::nullopt;
-    if (stream && std::find(streams.begin(), streams.end(), *stream) == streams.end()) streams.push_back(*stream);
+    if (!stream || std::find(streams.begin(), streams.end(), *stream) != streams.end()) continue;
+    if (is_capturing_on(stream->device()) && !is_capturing(*stream)) continue;
+    streams.push_back(*stream);
   }
   return streams;
 }

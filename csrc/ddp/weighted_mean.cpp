@@ -11,6 +11,7 @@
 #include <string>
 
 #include "base/check.h"
+#include "base/stream_order.h"
 #include "ddp/errors.h"
 #include "ddp/tensors.h"
 
@@ -23,6 +24,10 @@ constexpr const char* kUncounted =
 constexpr const char* kUnweighted =
     "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...). Give "
     "every backward of an accumulation a weight, or call optimizer.zero_grad() first.";
+constexpr const char* kCaptured =
+    "backward(loss, weight=...) cannot be captured into a CUDA graph, which would repeat this weight. Capture the "
+    "forward "
+    "pass alone, or scale the loss and call loss.backward().";
 constexpr const char* kWasLate =
     " It was an earlier backward, whose gradients are wrong: the device found it, and the host does not wait for that.";
 
@@ -59,6 +64,7 @@ WeightedMean::Seen WeightedMean::see_grad(const Parameter& param) {
 }
 
 void WeightedMean::begin(double weight, const Holds& holds) {
+  if (is_capturing_on(params_[0].tensor.device())) throw UnsupportedError(kCaptured);
   check_late();
   bool is_untouched = true;
   for (size_t i = 0; i < params_.size() && is_untouched; ++i) is_untouched = seen_[i] == see_grad(params_[i]);

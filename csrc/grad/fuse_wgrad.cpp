@@ -101,6 +101,8 @@ bool add_to_grad(const WeightGrad& weight_grad, const at::Tensor& weight) {
   if (!goes_unseen(weight, *accumulator)) return false;
   const std::optional<c10::Stream> here = stream_on(weight.device()), there = accumulator->stream();
   const bool differ = here && there && *here != *there;
+  // The accumulator may have a stream from before the capture. Autograd takes it in only with a gradient.
+  if (differ && is_capturing_on(weight.device())) return false;
   if (differ) run_after(*here, *there);
   const bool added = add_in_order(weight_grad, weight, *accumulator);
   if (differ && added) run_after(*there, *here);

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/current_stream.h"
 #include "base/stream_order.h"
 #include "base/write_cuda.h"
 
@@ -21,8 +20,7 @@ class EventClock final : public DeviceClock {
 
   bool mark(size_t slot) noexcept override {
     try {
-      if (is_capturing(current_stream(device_)))
-        return false;  // such an event has no time, and asking ends the capture
+      if (is_capturing_on(device_)) return false;  // such an event has no time
       std::optional<c10::Event>& event = events_[slot];
       if (!event) event.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // events with time
       event->record(*stream_on(device_));

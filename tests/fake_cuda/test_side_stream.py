@@ -1,4 +1,4 @@
-"""Tests DDP built on a side stream, as Lightning builds it, with fused weight gradients: there must be no race."""
+"""Tests fused weight gradients of layers whose gradients accumulate on another stream, as in DDP under Lightning."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,4 +45,28 @@ def test_gradients_are_ordered(fuses: bool, holds_main_grads: bool, new_errors: 
             assert param.grad is not None
             torch.testing.assert_close(param.grad.to(torch.bfloat16), gradient, rtol=0.02, atol=0.02)
         ddp.zero_grad()
+    assert not new_errors()
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_a_capture_takes_in_the_accumulators_stream(new_errors: Callable[[], list[str]]) -> None:
+    layer = nn.Linear(16, 16, bias=False).cuda()
+    inputs = torch.randn(4, 16, device="cuda")
+    expected = torch.autograd.grad(layer(inputs).sum(), layer.weight)[0]
+    drivetrain.fuse_wgrad(layer)
+    before, side, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(before):
+        layer(inputs).sum().backward()
+        kept = layer.weight.view(-1).grad_fn  # keeps the accumulator, and so its stream
+    torch.cuda.synchronize()
+    layer.zero_grad(set_to_none=False)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        layer(inputs).sum().backward()
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert kept is not None
+    torch.testing.assert_close(layer.weight.grad, 2 * expected)
     assert not new_errors()

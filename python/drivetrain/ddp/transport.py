@@ -188,8 +188,8 @@ def warn_of_fallback(comm: _C.Comm, group: dist.ProcessGroup) -> None:
         return
     warnings.warn(
         "drivetrain: gradients lie in memory of torch's allocator, where NCCL is slower than in its own: "
-        f"{comm.why_not}. Leave more device memory free when DistributedDataParallel is constructed (NCCL rounds sizes "
-        "up, to 512 MiB on some GPUs), or pass transport='torch'.",
+        f"{comm.why_not}. Leave more device memory free when DistributedDataParallel is constructed (NCCL before "
+        "2.27 rounds sizes up, to 512 MiB on some GPUs), or pass transport='torch'.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -70,6 +70,15 @@ size_t fake_cuda_error_text(uint64_t index, char* text, size_t bytes);
 // once.
 void fake_cuda_record(const char* path);
 
+// Copies the text that says which call of which thread made the primary context of a device: the call and the thread's
+// stacks. Returns the full size as above, or 0 if the device has no context.
+size_t fake_cuda_context_of(int device, char* text, size_t bytes);
+
+// Returns the bytes of host memory that are page-locked, in whole pages.
+uint64_t fake_cuda_pinned_bytes(void);
+// Returns the most bytes that were page-locked since the last call.
+uint64_t fake_cuda_peak_pinned_bytes(void);
+
 // Seeds the random delays and orders. The environment variable FAKE_CUDA_SEED sets the first seed.
 void fake_cuda_seed(uint64_t seed);
 // Sets the longest delay of a stream's work, in microseconds (initially FAKE_CUDA_DELAY_US).

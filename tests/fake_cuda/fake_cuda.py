@@ -3,7 +3,7 @@
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,18 @@ def is_loaded() -> bool:
 
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
-    for name in ("fake_cuda_num_errors", "fake_cuda_num_host_waits"):
+    for name in (
+        "fake_cuda_num_errors",
+        "fake_cuda_num_host_waits",
+        "fake_cuda_pinned_bytes",
+        "fake_cuda_peak_pinned_bytes",
+    ):
         getattr(library, name).restype = ctypes.c_uint64
     library.fake_cuda_error_text.restype = ctypes.c_size_t
     library.fake_cuda_error_text.argtypes = (ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t)
     library.fake_cuda_record.argtypes = (ctypes.c_char_p,)
+    library.fake_cuda_context_of.restype = ctypes.c_size_t
+    library.fake_cuda_context_of.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
     library.fake_cuda_seed.argtypes = (ctypes.c_uint64,)
     library.fake_cuda_set_delay.argtypes = (ctypes.c_uint64,)
     return library
@@ -38,12 +45,30 @@ def num_errors() -> int:
 
 def errors(since: int = 0) -> list[str]:
     """Returns the texts of the errors from number `since` on, oldest first."""
-    texts = []
-    for index in range(since, num_errors()):
-        text = ctypes.create_string_buffer(_library().fake_cuda_error_text(index, None, 0))
-        _library().fake_cuda_error_text(index, text, len(text))
-        texts.append(text.value.decode(errors="replace"))
-    return texts
+    return [_text(_library().fake_cuda_error_text, index) for index in range(since, num_errors())]
+
+
+def context_of(device: int) -> str | None:
+    """Returns which call of which thread made the device's context, with the thread's stacks; None if it has none."""
+    if not _library().fake_cuda_context_of(device, None, 0):
+        return None
+    return _text(_library().fake_cuda_context_of, device)
+
+
+def pinned_bytes() -> int:
+    """Returns the bytes of host memory that are page-locked, in whole pages."""
+    return int(_library().fake_cuda_pinned_bytes())
+
+
+def peak_pinned_bytes() -> int:
+    """Returns the most bytes that were page-locked since the last call."""
+    return int(_library().fake_cuda_peak_pinned_bytes())
+
+
+def _text(function: Callable[[int, ctypes.Array[ctypes.c_char] | None, int], int], index: int) -> str:
+    text = ctypes.create_string_buffer(function(index, None, 0))
+    function(index, text, len(text))
+    return text.value.decode(errors="replace")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ namespace fake_cuda {
 namespace {
 
 bool fits(const Place& place, const void* pointer, size_t bytes) {
-  if (place.kind == Kind::kPageable) return true;
+  // A range of the host must be page-locked as a whole, by one call, or not at all.
+  if (place.kind == Kind::kPageable) return !has_pinned(pointer, bytes);
   return place.is_known && reinterpret_cast<uintptr_t>(pointer) + bytes <= place.begin + place.bytes;
 }
 
@@ -88,6 +89,7 @@ using namespace fake_cuda;
 
 FAKE_CUDA_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                                           cudaStream_t handle) {
+  use_context(__func__);
   note_location();
   Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
@@ -100,18 +102,21 @@ FAKE_CUDA_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, i
 }
 
 FAKE_CUDA_API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  use_context(__func__);
   Lock lock(state().mutex);
   if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
   return copy(lock, find_stream(nullptr), to, from, bytes, kind, true);
 }
 
 FAKE_CUDA_API cudaError_t cudaMemset(void* at, int value, size_t bytes) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
   return fill(find_stream(nullptr), at, value, bytes);
 }
 
 FAKE_CUDA_API cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t handle) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);

@@ -171,6 +171,14 @@ cudaError_t fail(cudaError_t error);
 // Also sets a specific text, which cudaGetErrorString then returns.
 cudaError_t fail(cudaError_t error, std::string text);
 
+// --- contexts.cpp
+// Notes that a call needs a context of the calling thread's device, which CUDA makes if there is none. Calls about a
+// stream or an event of another device need it too.
+void use_context(const char* call);
+void make_context(int device, const char* call);
+// Writes the calling thread's stacks, Python's and that of shared libraries, to a file descriptor.
+void dump_stacks(int file);
+
 // --- streams.cpp: callers hold the lock.
 Stream* find_stream(cudaStream_t handle);  // null if there is no such stream
 Stream* make_stream(int device, bool is_blocking, std::string label);
@@ -203,7 +211,9 @@ struct Place {
 };
 Place place_of(const void* address);
 bool is_in_arena(uintptr_t address);
+bool has_pinned(const void* address, size_t bytes);  // whether a page of the range is page-locked
 void* view(const void* address);
+size_t device_bytes();
 void close_after_fault();
 std::string describe_address(uintptr_t address);
 
@@ -215,6 +225,8 @@ std::string last_writer(uintptr_t address);
 // --- reports.cpp
 void report(const char* kind, const std::string& text);
 bool dies_of_errors();
+// Copies a text and its null, as far as they fit, and returns the bytes that they need.
+size_t copy_text(const std::string& from, char* to, size_t bytes);
 // Records the innermost Python line outside of torch for the thread's next operations, if FAKE_CUDA_TRACE is 1. Callers
 // must not hold the lock, because this takes the interpreter's.
 void note_location();

@@ -31,6 +31,7 @@ std::string kernel_name(const void* function) {
 }
 
 cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) {
+  use_context("a kernel's launch");
   const std::string name = kernel_name(function);
   if (name.find("spin_kernel") == std::string::npos) {
     return fail(cudaErrorNoKernelImageForDevice, "tests/fake_cuda cannot run a GPU's kernel: " + name.substr(0, 600));
@@ -111,6 +112,7 @@ FAKE_CUDA_API cudaError_t cudaSetDevice(int device) {
   load_operators();
   if (device < 0 || device >= num_devices()) return fail(cudaErrorInvalidDevice);
   current_device = device;
+  make_context(device, __func__);  // since CUDA 12
   return cudaSuccess;
 }
 FAKE_CUDA_API cudaError_t cudaDriverGetVersion(int* version) {
@@ -182,13 +184,11 @@ FAKE_CUDA_API const char* cudaGetErrorString(cudaError_t error) {
 
 FAKE_CUDA_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device < 0 || device >= num_devices()) return fail(cudaErrorInvalidDevice);
-  size_t free = 0, total = 0;
-  cudaMemGetInfo(&free, &total);
   std::memset(properties, 0, sizeof *properties);
   std::strcpy(properties->name, "fake CUDA on a CPU");
   properties->major = 9;
   properties->multiProcessorCount = 132;
-  properties->totalGlobalMem = total;
+  properties->totalGlobalMem = device_bytes();
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;
   properties->maxThreadsPerMultiProcessor = 2048;
@@ -241,6 +241,7 @@ FAKE_CUDA_API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
   return cudaSuccess;
 }
 FAKE_CUDA_API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  use_context(__func__);
   *least = 0;
   *greatest = -5;
   return cudaSuccess;
@@ -303,12 +304,14 @@ FAKE_CUDA_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, 
 }
 FAKE_CUDA_API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 FAKE_CUDA_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  use_context(__func__);
   std::memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   return cudaSuccess;
 }
 FAKE_CUDA_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
                                                                                  unsigned) {
+  use_context(__func__);
   *blocks = 2;
   return cudaSuccess;
 }

@@ -74,11 +74,13 @@ std::map<std::pair<int, size_t>, std::vector<Stream*>>& free_lanes() {
 using namespace fake_cuda;
 
 FAKE_CUDA_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  use_context(__func__);
   std::swap(*mode, thread_capture_mode);
   return cudaSuccess;
 }
 
 FAKE_CUDA_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
+  use_context(__func__);
   Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -102,6 +104,7 @@ FAKE_CUDA_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStream
 }
 
 FAKE_CUDA_API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   *graph = nullptr;
   Stream* stream = find_stream(handle);
@@ -129,6 +132,7 @@ FAKE_CUDA_API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t*
 }
 
 FAKE_CUDA_API cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -142,6 +146,7 @@ FAKE_CUDA_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStre
                                                    unsigned long long* id, cudaGraph_t* graph,
                                                    const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
                                                    size_t* num_nodes) {
+  use_context(__func__);
   if (const cudaError_t error = cudaStreamIsCapturing(handle, status)) return error;
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
@@ -172,6 +177,7 @@ FAKE_CUDA_API cudaError_t cudaGraphGetNodes(cudaGraph_t handle, cudaGraphNode_t*
 
 FAKE_CUDA_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* handle, cudaGraph_t graph_handle,
                                                         unsigned long long) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   const auto* graph = reinterpret_cast<Graph*>(graph_handle);
   if (graph == nullptr || handle == nullptr) return fail(cudaErrorInvalidValue);
@@ -193,6 +199,7 @@ FAKE_CUDA_API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   const auto* exec = reinterpret_cast<GraphExec*>(handle);
   Stream* stream = find_stream(stream_handle);
@@ -249,11 +256,13 @@ FAKE_CUDA_API cudaError_t cudaGraphRetainUserObject(cudaGraph_t handle, cudaUser
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphDestroy(cudaGraph_t handle) {
+  use_context(__func__);
   delete reinterpret_cast<Graph*>(handle);
   return cudaSuccess;
 }
 
 FAKE_CUDA_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   const auto* exec = reinterpret_cast<GraphExec*>(handle);
   if (exec == nullptr) return fail(cudaErrorInvalidValue);

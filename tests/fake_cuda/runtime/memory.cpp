@@ -1,5 +1,4 @@
 // Implements device memory: one memory file, mapped twice. The host's mapping is protected; work uses the other one.
-#include <dlfcn.h>
 #include <execinfo.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -22,7 +21,7 @@ namespace {
 
 // Each device has far more addresses than memory, so that no address is used twice.
 constexpr uintptr_t kDeviceSpan = uintptr_t{1} << 38;
-constexpr size_t kLarge = 2 << 20, kSmall = 512;
+constexpr size_t kLarge = 2 << 20, kSmall = 512, kPage = 4096;
 
 struct Allocation {
   size_t bytes = 0;
@@ -38,6 +37,7 @@ struct Memory {
   std::map<uintptr_t, Allocation> allocations;
   std::map<uintptr_t, Allocation> freed;  // device allocations, for reports
   std::map<uintptr_t, Allocation> pinned;
+  size_t pinned_bytes = 0, peak_pinned_bytes = 0;  // in whole pages
   std::vector<uintptr_t> next;
   std::vector<size_t> used;
   uint64_t num_allocations = 0;
@@ -47,11 +47,6 @@ struct Memory {
 };
 
 std::atomic<Memory*> mapped{nullptr};
-
-size_t device_bytes() {
-  static const size_t bytes = number_from_environment("FAKE_CUDA_MEMORY_MIB", 2048) << 20;
-  return bytes;
-}
 
 void protect(const Memory& memory, bool is_open) {
   mprotect(reinterpret_cast<void*>(memory.begin), memory.end - memory.begin,
@@ -80,17 +75,7 @@ void on_fault(int signal_number, siginfo_t* info, void* context) {
   if (is_executor() && running()) text << ", in " << running()->info->describe();
   const std::string writer = last_writer(address);
   if (!writer.empty()) text << ", last written by " << writer;
-  // Print the C++ frames, and the Python frames if this thread has any.
-  void* frames[24];
-  const int count = backtrace(frames, 24);
-  backtrace_symbols_fd(frames + 2, count - 2, STDERR_FILENO);
-  using DumpTraceback = void (*)(int, void*);
-  using ThisThread = void* (*)();
-  const auto dump = reinterpret_cast<DumpTraceback>(dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"));
-  const auto thread = reinterpret_cast<ThisThread>(dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState"));
-  if (dump != nullptr && thread != nullptr) {
-    if (void* of_python = thread()) dump(STDERR_FILENO, of_python);
-  }
+  dump_stacks(STDERR_FILENO);
   report("host access", text.str());  // ends the process, unless errors are only recorded
   memory->is_open_by_fault = true;
   protect(*memory, true);
@@ -147,7 +132,34 @@ std::string hex(uintptr_t address) {
   return text;
 }
 
+size_t in_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+// Returns whether a page of the range is page-locked. The caller holds the mutex.
+bool overlaps_pinned(const Memory& all, uintptr_t begin, size_t bytes) {
+  const auto after = all.pinned.lower_bound(begin + bytes);
+  if (after == all.pinned.begin()) return false;
+  const auto& [last, allocation] = *std::prev(after);
+  return last + in_pages(allocation.bytes) > begin;
+}
+
+void add_pinned(Memory& all, uintptr_t begin, size_t bytes) {
+  all.pinned[begin] = {bytes, -1, 0};
+  all.pinned_bytes += in_pages(bytes);
+  all.peak_pinned_bytes = std::max(all.peak_pinned_bytes, all.pinned_bytes);
+}
+
 }  // namespace
+
+bool has_pinned(const void* address, size_t bytes) {
+  Memory& all = memory();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return overlaps_pinned(all, reinterpret_cast<uintptr_t>(address), bytes);
+}
+
+size_t device_bytes() {
+  static const size_t bytes = number_from_environment("FAKE_CUDA_MEMORY_MIB", 2048) << 20;
+  return bytes;
+}
 
 bool is_in_arena(uintptr_t address) {
   const Memory* made = mapped.load();
@@ -229,6 +241,7 @@ FAKE_CUDA_API void fake_cuda_close() {
 }
 
 FAKE_CUDA_API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  use_context(__func__);
   if (pointer == nullptr) return fail(cudaErrorInvalidValue);
   {
     const Lock lock(state().mutex);
@@ -254,6 +267,7 @@ FAKE_CUDA_API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 }
 
 FAKE_CUDA_API cudaError_t cudaFree(void* pointer) {
+  use_context(__func__);
   if (pointer == nullptr) return cudaSuccess;
   const Place place = place_of(pointer);
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
@@ -284,6 +298,7 @@ FAKE_CUDA_API cudaError_t cudaFree(void* pointer) {
 }
 
 FAKE_CUDA_API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  use_context(__func__);
   Memory& all = memory();
   const std::lock_guard<std::mutex> lock(all.mutex);
   *total = device_bytes();
@@ -292,17 +307,18 @@ FAKE_CUDA_API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 
 FAKE_CUDA_API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags) {
+  use_context(__func__);
   if (pointer == nullptr || flags > 7) return fail(cudaErrorInvalidValue);
   {
     const Lock lock(state().mutex);
     if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
   }
-  void* made = std::aligned_alloc(4096, std::max<size_t>(4096, (bytes + 4095) / 4096 * 4096));
+  void* made = std::aligned_alloc(kPage, std::max(kPage, in_pages(bytes)));
   if (made == nullptr) return fail(cudaErrorMemoryAllocation);
   std::memset(made, 0xA5, bytes);
   Memory& all = memory();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  all.pinned[reinterpret_cast<uintptr_t>(made)] = {bytes, -1, 0};
+  add_pinned(all, reinterpret_cast<uintptr_t>(made), bytes);
   *pointer = made;
   return cudaSuccess;
 }
@@ -310,11 +326,32 @@ FAKE_CUDA_API cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return 
 
 namespace {
 
+// Reports work that still uses memory which is no longer page-locked: CUDA does not promise to wait for it.
+void report_users(uintptr_t begin, size_t bytes) {
+  std::string user;
+  {
+    const Lock lock(state().mutex);
+    for (const Stream* stream : state().streams) {
+      for (const OpRef& op : stream->queue) {
+        for (const Range& range : op->work->ranges) {
+          if (range.address < begin + bytes && begin < range.address + range.bytes) user = op->info->describe();
+        }
+      }
+    }
+  }
+  if (!user.empty()) report("unregistered memory", "cudaHostUnregister of memory that " + user + " still uses");
+}
+
 cudaError_t unpin(void* pointer, bool frees) {
+  use_context(frees ? "cudaFreeHost" : "cudaHostUnregister");
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
+  if (const Place place = place_of(pointer); !frees && place.kind == Kind::kPinned) {
+    report_users(place.begin, place.bytes);
+  }
   {
     // CUDA waits for the work that uses the memory; this waits for all streams.
     Lock lock(state().mutex);
+    if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
     std::vector<OpRef> ops;
     for (Stream* stream : state().streams) {
       if (stream->last) ops.push_back(stream->last);
@@ -331,6 +368,7 @@ cudaError_t unpin(void* pointer, bool frees) {
     }
     bytes = found->second.bytes;
     all.pinned.erase(found);
+    all.pinned_bytes -= in_pages(bytes);
   }
   forget_accesses(begin, bytes);
   if (frees) std::free(pointer);
@@ -344,15 +382,31 @@ FAKE_CUDA_API cudaError_t cudaFreeHost(void* pointer) {
 }
 
 FAKE_CUDA_API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
+  use_context(__func__);
   if (pointer == nullptr || bytes == 0) return fail(cudaErrorInvalidValue);
+  {
+    const Lock lock(state().mutex);
+    if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
+  }
   Memory& all = memory();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
-  if (find(all.pinned, begin) != nullptr) return fail(cudaErrorHostMemoryAlreadyRegistered);
-  all.pinned[begin] = {bytes, -1, 0};
+  if (overlaps_pinned(all, begin, bytes)) return fail(cudaErrorHostMemoryAlreadyRegistered);
+  add_pinned(all, begin, bytes);
   return cudaSuccess;
 }
 FAKE_CUDA_API cudaError_t cudaHostUnregister(void* pointer) { return unpin(pointer, false); }
+
+FAKE_CUDA_API uint64_t fake_cuda_pinned_bytes() {
+  Memory& all = memory();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.pinned_bytes;
+}
+FAKE_CUDA_API uint64_t fake_cuda_peak_pinned_bytes() {
+  Memory& all = memory();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return std::exchange(all.peak_pinned_bytes, all.pinned_bytes);
+}
 
 FAKE_CUDA_API cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
   *device = host;
@@ -360,6 +414,7 @@ FAKE_CUDA_API cudaError_t cudaHostGetDevicePointer(void** device, void* host, un
 }
 
 FAKE_CUDA_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  use_context(__func__);
   const Place place = place_of(pointer);
   std::memset(attributes, 0, sizeof *attributes);
   attributes->device = place.is_known ? std::max(place.device, 0) : -2;

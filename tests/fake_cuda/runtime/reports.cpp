@@ -28,6 +28,14 @@ uint64_t number_from_environment(const char* name, uint64_t otherwise) {
   return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 0);
 }
 
+size_t copy_text(const std::string& from, char* to, size_t bytes) {
+  if (bytes > 0) {
+    std::strncpy(to, from.c_str(), bytes - 1);
+    to[bytes - 1] = '\0';
+  }
+  return from.size() + 1;
+}
+
 bool dies_of_errors() {
   const char* mode = std::getenv("FAKE_CUDA_ON_ERROR");
   return mode == nullptr || std::strcmp(mode, "record") != 0;
@@ -109,10 +117,5 @@ FAKE_CUDA_API uint64_t fake_cuda_num_errors() {
 FAKE_CUDA_API size_t fake_cuda_error_text(uint64_t index, char* text, size_t bytes) {
   const std::lock_guard<std::mutex> lock(reports().mutex);
   if (index >= reports().texts.size()) return 0;
-  const std::string& found = reports().texts[index];
-  if (bytes > 0) {
-    std::strncpy(text, found.c_str(), bytes - 1);
-    text[bytes - 1] = '\0';
-  }
-  return found.size() + 1;
+  return copy_text(reports().texts[index], text, bytes);
 }

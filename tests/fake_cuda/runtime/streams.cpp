@@ -197,6 +197,7 @@ using namespace fake_cuda;
 namespace {
 
 cudaError_t create_stream(cudaStream_t* handle, unsigned flags, int priority) {
+  use_context("cudaStreamCreate");
   if (handle == nullptr || flags > cudaStreamNonBlocking) return fail(cudaErrorInvalidValue);
   const Lock lock(state().mutex);
   Stream* stream =
@@ -222,6 +223,7 @@ FAKE_CUDA_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, uns
 }
 
 FAKE_CUDA_API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr || handle == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -231,6 +233,7 @@ FAKE_CUDA_API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
 }
 
 FAKE_CUDA_API cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -239,6 +242,7 @@ FAKE_CUDA_API cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priori
 }
 
 FAKE_CUDA_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  use_context(__func__);
   Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -249,6 +253,7 @@ FAKE_CUDA_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 }
 
 FAKE_CUDA_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  use_context(__func__);
   Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -260,6 +265,7 @@ FAKE_CUDA_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
 }
 
 FAKE_CUDA_API cudaError_t cudaDeviceSynchronize() {
+  use_context(__func__);
   Lock lock(state().mutex);
   if (is_forbidden_by_capture()) return fail(cudaErrorStreamCaptureUnsupported);
   ++state().num_host_waits;
@@ -272,6 +278,7 @@ FAKE_CUDA_API cudaError_t cudaDeviceSynchronize() {
 }
 
 FAKE_CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t event_handle, unsigned) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Stream* stream = find_stream(stream_handle);
   Event* event = find_event(event_handle);
@@ -309,6 +316,7 @@ FAKE_CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEv
 }
 
 FAKE_CUDA_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
+  use_context(__func__);
   if (handle == nullptr || flags > 7) return fail(cudaErrorInvalidValue);
   const Lock lock(state().mutex);
   auto* event = new Event;
@@ -321,6 +329,7 @@ FAKE_CUDA_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned
 FAKE_CUDA_API cudaError_t cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFlags(handle, 0); }
 
 FAKE_CUDA_API cudaError_t cudaEventDestroy(cudaEvent_t handle) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Event* event = find_event(handle);
   if (event == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -330,6 +339,7 @@ FAKE_CUDA_API cudaError_t cudaEventDestroy(cudaEvent_t handle) {
 }
 
 FAKE_CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event_handle, cudaStream_t stream_handle, unsigned) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Stream* stream = find_stream(stream_handle);
   Event* event = find_event(event_handle);
@@ -354,6 +364,7 @@ FAKE_CUDA_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream
 }
 
 FAKE_CUDA_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Event* event = find_event(handle);
   if (event == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -369,6 +380,7 @@ FAKE_CUDA_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
 }
 
 FAKE_CUDA_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  use_context(__func__);
   Lock lock(state().mutex);
   Event* event = find_event(handle);
   if (event == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -383,6 +395,7 @@ FAKE_CUDA_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
 }
 
 FAKE_CUDA_API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start_handle, cudaEvent_t end_handle) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   const Event *start = find_event(start_handle), *end = find_event(end_handle);
   if (start == nullptr || end == nullptr || !start->op || !end->op ||
@@ -395,6 +408,7 @@ FAKE_CUDA_API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t 
 }
 
 FAKE_CUDA_API cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* context) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -409,6 +423,7 @@ FAKE_CUDA_API cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t f
 
 FAKE_CUDA_API cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* context,
                                                 unsigned) {
+  use_context(__func__);
   const Lock lock(state().mutex);
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return fail(cudaErrorInvalidResourceHandle);
@@ -424,6 +439,7 @@ FAKE_CUDA_API cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamC
 
 FAKE_CUDA_API int fake_cuda_enqueue(fake_cuda_stream handle, const char* name, fake_cuda_work function, void* context,
                                     void (*release)(void*), const fake_cuda_range* ranges, size_t num_ranges) {
+  use_context("a launch");
   note_location();
   const std::shared_ptr<void> held(context, release != nullptr ? release : [](void*) {});
   const Lock lock(state().mutex);

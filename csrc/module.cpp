@@ -3,12 +3,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "base/check.h"
 #include "base/cpu_isa.h"
 #include "base/cuda_versions.h"
 #include "base/frame_self.h"
 #include "base/heap.h"
+#include "base/host_pages.h"
+#include "base/write_cuda.h"
 #include "budget/budget.h"
 #include "checkpointing/checkpointing.h"
 #include "ddp/ddp.h"
@@ -54,6 +57,15 @@ void register_base(py::module_& m) {
     return std::pair(versions.runtime, versions.driver);
   });
   m.def("return_freed_memory", &return_freed_memory);
+  m.def("leave_captures", &leave_captures);
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<HostPages, std::shared_ptr<HostPages>>(m, "HostPages")
+      .def(py::init(&HostPages::make), py::arg("bytes"))
+      .def("lock", &HostPages::lock, py::arg("bytes"), no_gil())
+      .def("tensor", &HostPages::tensor)
+      .def_property_readonly("size", &HostPages::size)
+      .def_property_readonly("locked_bytes", &HostPages::locked_bytes)
+      .def_property_readonly("has_tensors", &HostPages::has_tensors);
 }
 
 }  // namespace

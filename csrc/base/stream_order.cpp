@@ -1,9 +1,9 @@
 // Implements stream_order.h with events.
 #include "base/stream_order.h"
 
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "base/device_event.h"
 #include "base/write_cuda.h"
 
 namespace drivetrain {
@@ -21,7 +21,7 @@ bool is_capturing(const c10::Stream& stream) {
 
 void run_after(const c10::Stream& later, const c10::Stream& earlier) {
   if (later == earlier) return;
-  c10::Event event(earlier.device_type());
+  DeviceEvent event(earlier.device());
   event.record(earlier);
   event.block(later);
 }

@@ -22,8 +22,7 @@ at::Tensor copied_to(const at::Tensor& on_host, c10::Device device) {
   return pinned_like(on_host).copy_(on_host).to(device, /*non_blocking=*/true);
 }
 
-LateValue::LateValue(const at::Tensor& on_device)
-    : on_host_(pinned_like(on_device)), event_(on_device.device().type()) {
+LateValue::LateValue(const at::Tensor& on_device) : on_host_(pinned_like(on_device)), event_(on_device.device()) {
   on_host_.copy_(on_device, /*non_blocking=*/true);
   event_.record(*stream_on(on_device.device()));
 }

@@ -3,7 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/Event.h>
+
+#include "base/device_event.h"
 
 namespace drivetrain {
 
@@ -22,7 +23,7 @@ class LateValue {
 
  private:
   at::Tensor on_host_;  // pinned
-  c10::Event event_;
+  DeviceEvent event_;
 };
 
 }  // namespace drivetrain

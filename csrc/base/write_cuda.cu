@@ -38,6 +38,7 @@ bool is_capturing(void* stream) {
 
 OutsideCaptures::OutsideCaptures() noexcept : mode_before_(exchange_capture_mode(cudaStreamCaptureModeRelaxed)) {}
 OutsideCaptures::~OutsideCaptures() { exchange_capture_mode(mode_before_); }
+void leave_captures() noexcept { exchange_capture_mode(cudaStreamCaptureModeRelaxed); }
 
 void keep_for_graph(void* stream, KeptForGraph object) {
   const auto captured = static_cast<cudaStream_t>(stream);

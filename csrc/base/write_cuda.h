@@ -23,6 +23,9 @@ class OutsideCaptures {
   int mode_before_;  // a cudaStreamCaptureMode
 };
 
+// Lets a thread that captures nothing query events until it ends.
+void leave_captures() noexcept;
+
 // Keeps an object as long as the graph that the stream is being captured into, and the executable graphs made of it.
 // CUDA then calls the deleter on a thread of its own, which may call no CUDA function.
 using KeptForGraph = std::unique_ptr<void, void (*)(void*) noexcept>;

@@ -1,6 +1,7 @@
 // Implements stream_order.h with events.
 #include "base/stream_order.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "base/device_event.h"
@@ -13,7 +14,11 @@ std::optional<c10::Stream> stream_on(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-bool is_capturing_on(c10::Device device) { return device.is_cuda() && is_capturing(*stream_on(device)); }
+bool is_capturing_on(c10::Device device) {
+  if (!device.is_cuda()) return false;
+  const c10::DeviceGuard guard(device);  // a question on another device could make a context there
+  return is_capturing(*stream_on(device));
+}
 
 bool is_capturing(const c10::Stream& stream) {
   return stream.device().is_cuda() && is_capturing(static_cast<void*>(stream.native_handle()));

@@ -17,13 +17,14 @@ DeviceTimes::DeviceTimes(c10::Device device, int64_t steps, size_t params, size_
 bool DeviceTimes::is_capturing() const { return is_capturing_on(device_); }
 
 void DeviceTimes::set(size_t mark) {
-  std::optional<c10::Event>& event = events_[mark];
-  if (!event) event.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // events with time
+  std::optional<DeviceEvent>& event = events_[mark];
+  if (!event) event.emplace(device_, c10::EventFlag::BACKEND_DEFAULT);  // events with time
   event->record(*stream_on(device_));
 }
 
 // Asks for the last marks first: where one is missing, it is usually among them.
 bool DeviceTimes::have_come() const {
+  const c10::DeviceGuard guard(device_);
   const OutsideCaptures outside_captures;
   return std::all_of(events_.rbegin(), events_.rend(), [](const auto& event) { return !event || event->query(); });
 }
@@ -31,8 +32,9 @@ bool DeviceTimes::have_come() const {
 // A gradient may come on a stream of its own before the mark of the first one.
 double DeviceTimes::seconds(size_t from, size_t to) const {
   if (!events_[from] || !events_[to]) return 0;
+  const c10::DeviceGuard guard(device_);
   const OutsideCaptures outside_captures;
-  return std::max(0.0, 1e-3 * events_[from]->elapsedTime(*events_[to]));
+  return std::max(0.0, 1e-3 * events_[from]->elapsed_ms(*events_[to]));
 }
 
 }  // namespace drivetrain::ddp

@@ -2,12 +2,13 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/Event.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <vector>
+
+#include "base/device_event.h"
 
 namespace drivetrain::ddp {
 
@@ -46,7 +47,7 @@ class DeviceTimes {
   const c10::Device device_;
   const size_t params_;
   const size_t first_probe_;
-  std::vector<std::optional<c10::Event>> events_;  // by mark; empty: not set
+  std::vector<std::optional<DeviceEvent>> events_;  // by mark; empty: not set
 };
 
 }  // namespace drivetrain::ddp

@@ -303,7 +303,7 @@ void ReducerState::mark_end() {
   progress->end_step();
   const auto stream = stream_on(params_[0].tensor.device());
   if (!stream || is_capturing_on(stream->device())) return;  // replays do not pass here
-  if (!device_end_) device_end_ = std::make_shared<c10::Event>(stream->device_type());
+  if (!device_end_) device_end_ = std::make_shared<DeviceEvent>(stream->device());
   const auto has_ended = [end = device_end_] {
     try {
       const OutsideCaptures outside_captures;  // the watchdog's thread asks, and the training's may capture

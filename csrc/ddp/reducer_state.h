@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 
 #include <array>
 #include <cstddef>
@@ -14,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/device_event.h"
 #include "ddp/bucket_planner.h"
 #include "ddp/bucket_queue.h"
 #include "ddp/collectives.h"
@@ -234,9 +234,9 @@ class ReducerState {
   bool has_begun_ = false;                       // a synchronized forward or backward has begun
   bool optimizer_in_backward_ = false;
   std::vector<std::function<void()>> end_callbacks_;
-  std::function<std::string()> connect_;    // null: the transport is there
-  std::function<void()> put_aside_;         // null: gradients stay whole
-  std::shared_ptr<c10::Event> device_end_;  // of the last step, for Progress; null on the CPU
+  std::function<std::string()> connect_;     // null: the transport is there
+  std::function<void()> put_aside_;          // null: gradients stay whole
+  std::shared_ptr<DeviceEvent> device_end_;  // of the last step, for Progress; null on the CPU
 };
 
 }  // namespace drivetrain::ddp

@@ -1,13 +1,12 @@
 // Implements the device's clock with CUDA events, through torch's device-independent interface.
 #include "trace/device_clock.h"
 
-#include <c10/core/Event.h>
-
 #include <cmath>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "base/device_event.h"
 #include "base/stream_order.h"
 #include "base/write_cuda.h"
 
@@ -21,8 +20,8 @@ class EventClock final : public DeviceClock {
   bool mark(size_t slot) noexcept override {
     try {
       if (is_capturing_on(device_)) return false;  // such an event has no time
-      std::optional<c10::Event>& event = events_[slot];
-      if (!event) event.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // events with time
+      std::optional<DeviceEvent>& event = events_[slot];
+      if (!event) event.emplace(device_, c10::EventFlag::BACKEND_DEFAULT);  // events with time
       event->record(*stream_on(device_));
       return true;
     } catch (...) {  // the device has failed, which the training's own next call reports
@@ -32,10 +31,11 @@ class EventClock final : public DeviceClock {
 
   std::optional<int64_t> elapsed_ns(size_t slot) noexcept override {
     try {
+      const c10::DeviceGuard guard(device_);
       const OutsideCaptures outside_captures;
-      std::optional<c10::Event>& event = events_[slot];
+      std::optional<DeviceEvent>& event = events_[slot];
       if (!event->query()) return std::nullopt;
-      const double elapsed_ms = last_ ? last_->elapsedTime(*event) : 0.0;
+      const double elapsed_ms = last_ ? last_->elapsed_ms(*event) : 0.0;
       // The slot's next writer takes the event before, so that this one keeps its time.
       std::swap(last_, event);
       return std::llround(elapsed_ms * 1e6);
@@ -48,8 +48,8 @@ class EventClock final : public DeviceClock {
 
  private:
   const c10::Device device_;
-  std::vector<std::optional<c10::Event>> events_;  // made by their first writer
-  std::optional<c10::Event> last_;                 // the mark that was read last
+  std::vector<std::optional<DeviceEvent>> events_;  // made by their first writer
+  std::optional<DeviceEvent> last_;                 // the mark that was read last
 };
 
 }  // namespace

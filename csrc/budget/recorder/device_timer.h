@@ -2,12 +2,13 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
 #include <vector>
+
+#include "base/device_event.h"
 
 namespace drivetrain::budget {
 
@@ -21,8 +22,8 @@ class DeviceTimer {
  public:
   explicit DeviceTimer(c10::Device device) : device_(device), begin_(now()) {
     if (device.is_cpu()) return;
-    events_.emplace_back(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-    events_.emplace_back(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+    events_.emplace_back(device, c10::EventFlag::BACKEND_DEFAULT);
+    events_.emplace_back(device, c10::EventFlag::BACKEND_DEFAULT);
     events_[0].record(stream());
   }
   void stop() {
@@ -33,7 +34,7 @@ class DeviceTimer {
   double seconds() const {
     if (events_.empty()) return seconds_;
     events_[1].synchronize();
-    return events_[0].elapsedTime(events_[1]) / 1e3;
+    return events_[0].elapsed_ms(events_[1]) / 1e3;
   }
 
  private:
@@ -42,7 +43,7 @@ class DeviceTimer {
   c10::Device device_;
   double begin_;
   double seconds_ = 0;
-  std::vector<c10::Event> events_;
+  std::vector<DeviceEvent> events_;
 };
 
 }  // namespace drivetrain::budget

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..threads import Thread
+
 _log = logging.getLogger(__name__)
 _FIRST_DEPTH, _MAX_DEPTH = 2, 8
 _WARN_EVERY_S = 60.0
@@ -155,9 +157,7 @@ class _Epoch:
 
     def _first(self) -> Any:
         batch = self._copier.copied(next(self._batches))
-        self._thread = threading.Thread(
-            target=_load, args=(self._batches, self._copier, self._buffer), name="drivetrain prefetch", daemon=True
-        )
+        self._thread = Thread(_load, "drivetrain prefetch", (self._batches, self._copier, self._buffer))
         self._thread.start()
         self._process = os.getpid()
         weakref.finalize(self, self._buffer.stop)
@@ -277,7 +277,8 @@ class _Copier:
             return batch, None
         if self._stream is None:
             return moved(batch, self.device, is_pinned=False), None
-        with torch.cuda.stream(self._stream):
+        # The end of torch's stream() sets the thread's device, and would make a context there.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             # torch's allocator of pinned memory reuses a block after the copies from it.
             return moved(batch, self.device, is_pinned=True), self._stream.record_event()
 

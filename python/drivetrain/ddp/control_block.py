@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..processes import Process, has_ended, this_process
+from ..threads import Thread
 
 R = TypeVar("R")
 
@@ -253,7 +254,7 @@ class ControlBlock:
                 answers.put(answer)
 
             self._is_asking = True
-            thread = threading.Thread(target=ask, name="drivetrain-watch-store", daemon=True)
+            thread = Thread(ask, "drivetrain-watch-store")
             _questions.add(thread)
             thread.start()
             try:

@@ -10,7 +10,6 @@ import ctypes
 import logging
 import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from torch import nn
 from .. import _C
 from ..frames import self_of, stack_of_thread, users_line
 from ..processes import has_ended, this_process
+from ..threads import Thread
 from . import nccl_ras, watchdog
 from .control_block import RankRecord, StepPosition, control_block_of
 
@@ -244,9 +244,7 @@ class HangReporter:
         self._progress.give_up(why)
         _raise_in(self._thread, why)
         # An abort may itself wait for what the device is executing.
-        threading.Thread(
-            target=_abort, args=(self._comm(), group, device, why), name="drivetrain-watch-abort", daemon=True
-        ).start()
+        Thread(_abort, "drivetrain-watch-abort", (self._comm(), group, device, why)).start()
 
     def _report_device(self, device: torch.device, lag: _C.DeviceLag) -> None:
         """Reports the device's wait once it is known which ranks are silent, and each time that it has doubled."""

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..threads import Thread
 from .gather import gather_objects, on_device
 from .sockets import address_towards, receive
 
@@ -136,7 +137,7 @@ class StateServer:
         self._addresses = [tuple(address) for address, _ in everyone]
         self._key = everyone[0][1]
         answer = _Answer(steps, read, self._key, device)
-        thread = threading.Thread(target=_serve, args=(listener, answer), name="drivetrain-states", daemon=True)
+        thread = Thread(_serve, "drivetrain-states", (listener, answer))
         thread.start()
         self._close = weakref.finalize(self, _close, listener, os.getpid())
 

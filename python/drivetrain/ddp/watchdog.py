@@ -10,6 +10,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+from ..threads import Thread, settle_on_device
 from .control_block import forget_connections, wait_for_questions
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def add(watched: "HangReporter") -> None:
             _has_exit_hooks = True
         _watched[key] = weakref.ref(watched, forget)
         if _thread is None:
-            _thread = threading.Thread(target=_run, name="drivetrain-watch", daemon=True)
+            _thread = Thread(_run, "drivetrain-watch")
             _thread.start()
     _wake.put(None)
 
@@ -75,6 +76,7 @@ def _run() -> None:
 
 def _look_at_all() -> float:
     """Returns the seconds until the next look. Keeps no reference to the objects."""
+    settle_on_device()  # a process may use its GPU later than the thread began
     wait_s = _LONGEST_WAIT_S
     for reference in list(_watched.values()):
         watched = reference()

@@ -19,6 +19,7 @@ from .. import _C
 from ..ddp import nccl_ras
 from ..memory import host_memory
 from ..phases import LABELS
+from ..threads import Thread, settle_on_device
 from .advice import Setup, advise
 from .hangs import Hang, HangWatch
 from .progress import Progress
@@ -105,7 +106,7 @@ class Collector:
         self._period = self._period_now()
         self._has_stopped = threading.Event()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="drivetrain-monitor", daemon=True)
+        self._thread = Thread(self._work, "drivetrain-monitor")
 
     def start(self) -> None:
         """Starts the thread that takes steps from the trace."""
@@ -140,6 +141,7 @@ class Collector:
         wait_s = _BUSY_POLL_S
         while not self._has_stopped.wait(wait_s - (time.time() - self._delay_s) % wait_s):
             num_steps, num_records = self.num_steps, self._reader.num_read()
+            settle_on_device()
             try:
                 self.poll()
             except Exception:

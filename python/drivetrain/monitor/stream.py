@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import _C
 from ..phases import PHASES
+from ..threads import Thread
 
 Event = dict[str, Any]
 _logger = logging.getLogger("drivetrain")
@@ -91,7 +92,7 @@ class _Lane:
         self._is_closing = False
         self._is_given_up = False  # all that the thread still has counts as dropped
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name=f"drivetrain-monitor-{sink.name}", daemon=True)
+        self._thread = Thread(self._work, f"drivetrain-monitor-{sink.name}")
         self._thread.start()
 
     def offer(self, events: Sequence[Event]) -> None:

@@ -8,6 +8,8 @@ import urllib.request
 from collections.abc import Callable
 from typing import Protocol
 
+from ...threads import Thread
+
 _logger = logging.getLogger("drivetrain")
 _ANSWER_SECONDS = 2.0  # limit of one request
 _POLL_SECONDS = 5.0  # AWS recommends it
@@ -126,7 +128,7 @@ class Poller:
         self.reason: str | None = None
         self._source, self._seconds = source, seconds
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="drivetrain-preemption", daemon=True)
+        self._thread = Thread(self._poll, "drivetrain-preemption")
         self._thread.start()
 
     def close(self) -> None:

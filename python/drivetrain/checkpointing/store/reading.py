@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import _C
+from ...threads import settle_on_device
 from .audit import AuditLog
 from .encryption import TAG_BYTES, Encryption, FileCipher
 from .errors import CheckpointError, EncryptionError, Fault
@@ -240,7 +241,7 @@ class _Part:
         if self._cipher is None:
             bad = self._read_stored(list(chunks), targets, _READ_THREADS)
         else:
-            with ThreadPoolExecutor(_READ_THREADS, "drivetrain-decrypt") as threads:
+            with ThreadPoolExecutor(_READ_THREADS, "drivetrain-decrypt", settle_on_device) as threads:
                 decrypted = threads.map(lambda chunk: self._decrypt(chunk, targets), chunks)
                 bad = [problem for problems in decrypted for problem in problems]
 

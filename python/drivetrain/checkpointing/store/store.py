@@ -15,6 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..._C import Slab
 from ...frames import place_of
+from ...threads import settle_on_device
 from . import directory as disk
 from .audit import AuditLog
 from .commit import Writer, describe
@@ -254,6 +255,7 @@ class Store:
     def _run(self, index: int, save: Save) -> None:
         """Writes a save, and deletes old ones; runs in the store's thread."""
         self._thread, path, error = threading.current_thread(), None, None
+        settle_on_device()
         try:
             path = self._write(index, save)
         except BaseException as caught:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ...threads import Thread
 from ..preemption.interval import seconds_of
 from .errors import CheckpointError
 from .layout import step_of
@@ -75,7 +76,7 @@ class Uploader:
                 _logger.info("%s is not uploaded to %s: a newer one is", self._waiting, self.remote.url)
             self._waiting = folder
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="drivetrain-upload", daemon=True)
+                self._thread = Thread(self._run, "drivetrain-upload")
                 self._thread.start()
             self._state.notify_all()
         self._changed()

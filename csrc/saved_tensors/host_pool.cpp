@@ -2,6 +2,7 @@
 #include "saved_tensors/host_pool.h"
 
 #include <ATen/ops/empty.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -9,6 +10,9 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/host_pages.h"
+#include "base/page_lock.h"
+#include "base/write_cuda.h"
 
 namespace drivetrain::saved_tensors {
 namespace {
@@ -16,8 +20,15 @@ namespace {
 constexpr int64_t kAlignment = 512;  // bytes; every piece is aligned for copies of a device
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-int64_t power_from(int64_t bytes) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes))); }
-int64_t power_up_to(int64_t bytes) { return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))); }
+
+// Sizes of slabs are multiples of a unit, or powers of two for a unit of 0.
+int64_t rounded_up(int64_t bytes, int64_t unit) {
+  if (unit > 0) return (bytes + unit - 1) / unit * unit;
+  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes)));
+}
+int64_t rounded_down(int64_t bytes, int64_t unit) {
+  return unit > 0 ? bytes / unit * unit : static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes)));
+}
 
 void add_uses(StreamUses& to, const StreamUses& from) {
   for (const StreamUse& use : from) {
@@ -53,6 +64,21 @@ std::shared_ptr<HostPool> HostPool::make(int64_t max_bytes, int64_t slab_bytes) 
     throw UserError(text("slab_bytes is ", slab_bytes, ", expected a power of two from ", kAlignment, " on"));
   }
   return std::shared_ptr<HostPool>(new HostPool(max_bytes, slab_bytes));
+}
+
+HostPool::~HostPool() {
+  for (const Slab& slab : slabs_) slab.wait();
+}
+
+// Waits for copies of devices. Otherwise they would use memory that the system has back.
+void HostPool::Slab::wait() const noexcept {
+  try {
+    const OutsideCaptures outside_captures;
+    for (const auto& [offset, piece] : free) {
+      for (const StreamUse& use : piece.uses) use.event->synchronize();
+    }
+  } catch (...) {  // the device has failed, and copies no more
+  }
 }
 
 HostPool::Memory HostPool::get(int64_t bytes, bool pinned) {
@@ -97,27 +123,36 @@ HostPool::Memory HostPool::cut(int64_t bytes, bool pinned) {
 
 // Reserves a slab with room for that many bytes. It is smaller than slab_bytes if the limit demands it.
 void HostPool::reserve(int64_t bytes, bool pinned) {
-  const int64_t least = power_from(std::max(aligned(bytes), kAlignment));
+  const bool is_own = pinned && can_lock_pages();
+  const int64_t unit = is_own ? ::sysconf(_SC_PAGESIZE) : 0;
+  const int64_t least = rounded_up(std::max(aligned(bytes), kAlignment), unit);
   release_unused(least);
-  const int64_t left = power_up_to(max_bytes_ - stats_.bytes_reserved);
+  const int64_t left = rounded_down(max_bytes_ - stats_.bytes_reserved, unit);
   if (least > left) {
     throw UserError(text("max_bytes is ", max_bytes_, ", and offloading ", bytes, " bytes more needs at least ",
                          stats_.bytes_reserved + least, ": ", stats_.bytes_reserved, " are reserved, ",
                          stats_.bytes_in_use, " of them in use. Raise the limit, or offload less."));
   }
   const int64_t size = std::min(std::max(least, slab_bytes_), left);
-  Slab slab{at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(pinned)), pinned, {}};
+  Slab slab{{}, pinned, {}};
+  if (is_own) {
+    const std::shared_ptr<HostPages> pages = HostPages::make(size);
+    pages->lock(size);  // if CUDA refuses, copies wait
+    slab.bytes = pages->tensor();
+  } else {
+    slab.bytes = at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(pinned));
+  }
   slab.free.emplace(0, Free{size, {}});
   slabs_.push_back(std::move(slab));
   stats_.bytes_reserved += size;
   ++stats_.num_slabs;
 }
 
-// Frees unused slabs until the wanted bytes fit under the limit. torch's allocator of pinned memory waits for devices
-// that still use them.
+// Frees unused slabs until the wanted bytes fit under the limit.
 void HostPool::release_unused(int64_t wanted) {
   for (auto slab = slabs_.begin(); slab != slabs_.end() && stats_.bytes_reserved + wanted > max_bytes_;) {
     if (slab->is_unused()) {
+      slab->wait();
       stats_.bytes_reserved -= slab->bytes.numel();
       slab = slabs_.erase(slab);
     } else {

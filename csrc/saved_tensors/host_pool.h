@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
@@ -13,13 +12,15 @@
 #include <utility>
 #include <vector>
 
+#include "base/device_event.h"
+
 namespace drivetrain::saved_tensors {
 
 // The work of a stream up to an event, some of which may still read or write a piece of memory.
 struct StreamUse {
   c10::Stream stream;
   uint64_t turn;  // numbers the events of the stream: a later event covers earlier ones
-  std::shared_ptr<const c10::Event> event;
+  std::shared_ptr<const DeviceEvent> event;
 };
 
 // At most one per stream.
@@ -34,10 +35,11 @@ struct HostPoolStats {
   int64_t bytes_copied;
 };
 
-// The size of a slab is a power of two, to which torch's allocator of pinned memory rounds in any case. The pool cuts a
-// piece from the smallest free one that is large enough, and merges it with its free neighbors when it is returned. It
-// is free at once, even if a device still uses it, because the stream of the next owner waits for that use. Therefore
-// the layout depends only on the order of calls, and a step that repeats the last one reserves nothing. Thread-safe.
+// Slabs for CUDA are whole pages, which the pool page-locks itself: torch's allocator would round to powers of two and
+// return nothing. Other slabs have a power of two of bytes. The pool cuts a piece from the smallest free one that is
+// large enough, and merges it with its free neighbors when it is returned. It is free at once, even if a device still
+// uses it, because the stream of the next owner waits for that use. Therefore the layout depends only on the order of
+// calls, and a step that repeats the last one reserves nothing. Thread-safe.
 class HostPool : public std::enable_shared_from_this<HostPool> {
  public:
   // A piece of a slab, which the destructor returns to the pool.
@@ -62,6 +64,9 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     StreamUses uses_;
   };
 
+  HostPool(const HostPool&) = delete;
+  ~HostPool();
+
   // max_bytes: the limit on reserved bytes. slab_bytes: the size of the smallest slab, a power of two.
   static std::shared_ptr<HostPool> make(int64_t max_bytes, int64_t slab_bytes);
 
@@ -84,6 +89,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     bool pinned;
     std::map<int64_t, Free> free;  // by offset; two free pieces never touch
 
+    void wait() const noexcept;
     bool is_unused() const { return free.size() == 1 && free.begin()->second.size == bytes.numel(); }
   };
 

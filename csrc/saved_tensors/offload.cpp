@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/stream_order.h"
 #include "base/torch_text.h"
 #include "saved_tensors/saved_tensors.h"
 
@@ -34,7 +35,7 @@ class CopyStream {
   // Returns the work that is enqueued now.
   StreamUse use() {
     const std::lock_guard<std::mutex> lock(*mutex_);  // records events in the order of their turns
-    const auto event = std::make_shared<c10::Event>(stream_.device_type());
+    const auto event = std::make_shared<DeviceEvent>(stream_.device());
     event->record(stream_);
     return {stream_, ++turns_, event};
   }
@@ -62,12 +63,6 @@ CopyStreams& copy_streams(c10::Device device) {
 
 c10::Stream current_stream_of(c10::Device device) { return VirtualGuardImpl(device.type()).getStream(device); }
 
-void wait_for(const c10::Stream& waiting, const c10::Stream& awaited) {
-  c10::Event event(awaited.device_type());
-  event.record(awaited);
-  event.block(waiting);
-}
-
 // Tells the allocator to reuse the tensor's memory only after the work that the stream has when the tensor is freed.
 void record_use(const at::Tensor& tensor, const c10::Stream& stream) {
   VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
@@ -90,7 +85,7 @@ Offloaded Offloaded::begin(const std::shared_ptr<HostPool>& pool, const at::Tens
     return result;
   }
   CopyStream& out = copy_streams(device).out;
-  wait_for(out.stream(), current_stream_of(device));
+  run_after(out.stream(), current_stream_of(device));
   for (const StreamUse& use : result.memory_.uses()) use.event->block(out.stream());
   record_use(flat, out.stream());
   const c10::StreamGuard guard(out.stream());
@@ -126,7 +121,7 @@ void Offloaded::prefetch() {
   }
   CopyStream& in = copy_streams(device).in;
   const c10::Stream current = current_stream_of(device);
-  wait_for(in.stream(), current);
+  run_after(in.stream(), current);
   for (const StreamUse& use : memory_.uses()) use.event->block(in.stream());
   on_device_ = std::move(flat);  // from here on the destructor knows about the copy
   stream_ = current;

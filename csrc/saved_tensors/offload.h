@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
@@ -49,10 +48,10 @@ class Offloaded {
   int64_t numel_;
   HostPool::Memory memory_;
 
-  std::shared_ptr<const c10::Event> copied_out_;  // null for tensors on the CPU
-  at::Tensor on_device_;                          // prefetched
-  std::optional<c10::Stream> stream_;             // the stream that owns its memory; none on the CPU
-  std::shared_ptr<const c10::Event> copied_back_;
+  std::shared_ptr<const DeviceEvent> copied_out_;  // null for tensors on the CPU
+  at::Tensor on_device_;                           // prefetched
+  std::optional<c10::Stream> stream_;              // the stream that owns its memory; none on the CPU
+  std::shared_ptr<const DeviceEvent> copied_back_;
 };
 
 }  // namespace drivetrain::saved_tensors

@@ -296,6 +296,8 @@ class Checkpointer:
         elif not agreed.busy and (agreed.due or (self._every.steps is not None and self._is_due(saver))):
             saver.wait()  # no rank was busy; this returns at once
             saver.begin(self._steps, self._header())
+        elif not agreed.busy and self._every.is_near(*self._since(saver)):
+            saver.prepare(self._header())
         self._ranks.start(self._flags())
 
     def status(self) -> list[TierStatus]:
@@ -336,7 +338,11 @@ class Checkpointer:
         )
 
     def _is_due(self, saver: Saver) -> bool:
-        return self._every.is_due(self._steps - max(0, saver.begun_step), time.monotonic() - saver.began_at)
+        return self._every.is_due(*self._since(saver))
+
+    def _since(self, saver: Saver) -> tuple[int, float]:
+        """Returns the steps and the seconds since the last save began."""
+        return self._steps - max(0, saver.begun_step), time.monotonic() - saver.began_at
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -430,13 +436,17 @@ class Checkpointer:
         self._state.close()
         self._notices.close()
         self._ranks.drop()
-        if saver is not None and self._given_store is None:
-            try:
+        if saver is None:
+            return
+        try:
+            if self._given_store is None:
                 saver.store.close(self._timeout)
-            except CheckpointError as error:
-                if is_orderly:
-                    raise
-                _logger.error("%s", error)
+        except CheckpointError as error:
+            if is_orderly:
+                raise
+            _logger.error("%s", error)
+        finally:
+            saver.close()
 
 
 def _as_list(given: Any) -> list[Any]:

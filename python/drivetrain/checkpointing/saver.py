@@ -1,5 +1,6 @@
 """Starts saves of a training state from copies of its values, and measures the costs."""
 
+import contextlib
 import logging
 import math
 import time
@@ -17,6 +18,7 @@ from .store.save import Save
 from .store.store import Store
 
 _logger = logging.getLogger("drivetrain")
+_CLOSE_S = 10.0  # to return memory, which goes on without the caller
 
 
 class Saver:
@@ -79,6 +81,16 @@ class Saver:
             self._end(error)
         self._stall = time.monotonic() - began
 
+    def prepare(self, header: Mapping[str, Any]) -> None:
+        """Page-locks memory for a save of tensors on a GPU that will begin soon. Nothing waits for it."""
+        if self._save is None and any(param.is_cuda for param in self._state.model.parameters()):
+            with contextlib.suppress(TypeError, NotImplementedError):  # the save itself raises it, if it is still true
+                self._slabs.prepare(lambda: self._state.capture(header).tensors.values())
+
+    def close(self) -> None:
+        """Returns the memory of copies to the system."""
+        self._slabs.close(_CLOSE_S)
+
     def poll(self) -> None:
         """Takes the result of a save that has ended, if one has."""
         if self._save is not None and self._save.done():
@@ -97,8 +109,7 @@ class Saver:
 
     def _end(self, error: BaseException | None) -> None:
         save, self._save = self._save, None
-        if save is not None and not save.done():
-            self._slabs.drop()
+        self._slabs.give_back(is_dropped=save is not None and not save.done())
         self.error = error
         if error is not None and self._logs_errors:
             _logger.error("the training goes on without this checkpoint: %s", error)

@@ -82,6 +82,10 @@ class Interval:
             return steps >= self.steps
         return self.seconds is not None and seconds >= self.seconds
 
+    def is_near(self, steps: int, seconds: float) -> bool:
+        """Returns whether a save is due soon: after 0.9 of the interval, and in the step before it."""
+        return self.is_due(math.ceil((steps + 1) / 0.9), seconds / 0.9)
+
     def measured(self, stall: float, duration: float) -> None:
         """Adapts an automatic interval to a save that held up training and took so many seconds in all.
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import _C
 from .errors import CheckpointError
+from .pinned_memory import PinnedMemory
 
 _ALIGNMENT = 64
 _LARGEST_CLONE = 16 << 20  # bytes of host tensors, such as counters of steps, that are copied at once
 _POLL_S = 0.002
+IDLE_S = 60.0
+
+_logger = logging.getLogger("drivetrain")
 
 
 class DeviceCopies:
@@ -34,14 +40,15 @@ class DeviceCopies:
         self.has_all = sum(one.nbytes for name, one in tensors.items() if name not in sources) <= _LARGEST_CLONE
         places = slabs.lend(sources)
         for device in dict.fromkeys(tensor.device for tensor in self._sources):
-            stream = slabs.stream(device)
-            stream.wait_stream(torch.accelerator.current_stream(device))
-            with stream:
-                for name, tensor in sources.items():
-                    if tensor.device == device:
-                        places[name].copy_(tensor, non_blocking=True)
-                end = stream.record_event()
-            torch.accelerator.current_stream(device).wait_event(end)
+            # The end of torch's stream sets the thread's device, which may make a context on another GPU.
+            with torch.accelerator.device_index(device.index):
+                stream = slabs.stream(device)
+                stream.wait_stream(torch.accelerator.current_stream(device))
+                with stream:
+                    slabs.copy(places, {name: one for name, one in sources.items() if one.device == device})
+                    end = stream.record_event()
+                torch.accelerator.current_stream(device).wait_event(end)
+                slabs.used_until(device, end)
             self._ends.append((device, end))
         rest = {name: one.clone() if self.has_all else one for name, one in tensors.items() if name not in sources}
         self.host = {name: places[name] if name in places else rest[name] for name in tensors}
@@ -57,13 +64,21 @@ class DeviceCopies:
                     )
                 time.sleep(_POLL_S)
         self._sources.clear()
+        self._ends.clear()  # in the thread that saves: to free an event is a call about its device
 
 
 class Slabs:
-    """Lends pinned memory to one snapshot at a time, and keeps it and the streams of copies for the next one."""
+    """Lends pinned memory to one snapshot at a time, and keeps it and the streams of copies for the next one.
 
-    def __init__(self) -> None:
-        self._slab: Tensor | None = None
+    Args:
+        idle_s: Seconds after which memory on CUDA is returned to the system if no snapshot has used it.
+    """
+
+    def __init__(self, idle_s: float = IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._memory: PinnedMemory | None = None  # on CUDA
+        self._slab: Tensor | None = None  # on other accelerators, and in a build without CUDA
+        self._nbytes = 0  # of the last snapshot on CUDA
         self._streams: dict[torch.device, Any] = {}
 
     def stream(self, device: torch.device) -> Any:
@@ -72,24 +87,87 @@ class Slabs:
             self._streams[device] = torch.Stream(device)
         return self._streams[device]
 
+    def prepare(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Begins to page-lock memory for a snapshot on CUDA. Asks for its tensors if no snapshot has been taken yet."""
+        if self._nbytes == 0:
+            sources = [tensor for tensor in tensors() if tensor.device.type != "cpu"]
+            self._nbytes = _layout(sources)[1] if _can_lock(sources) else 0
+        if self._nbytes > 0:
+            self._make(self._nbytes)
+
     def lend(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a contiguous tensor of pinned memory for each tensor."""
-        begins, end = {}, 0
-        for name, tensor in tensors.items():
-            begins[name] = end
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._slab is None or self._slab.nbytes < end:
-            self._slab = None  # first, so that both never exist at once
-            self._slab = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=True)
-        slab = self._slab
+        """Returns a contiguous tensor of host memory for each tensor."""
+        begins, end = _layout(tensors.values())
+        slab = self._lend_locked(end) if _can_lock(tensors.values()) else self._lend_torchs(end)
         return {
-            name: slab[begin : begin + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
-            for name, begin in begins.items()
+            name: slab[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), begin in zip(tensors.items(), begins, strict=True)
         }
 
-    def drop(self) -> None:
-        """Forgets the memory, which a snapshot may still use."""
-        self._slab = None
+    def copy(self, places: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+        """Enqueues copies into lent tensors on the current stream."""
+        for name, source in sources.items():
+            pieces = [(places[name], source)] if self._memory is None else self._memory.pieces(places[name], source)
+            for place, part in pieces:
+                place.copy_(part, non_blocking=True)
+
+    def used_until(self, device: torch.device, end: Any) -> None:
+        """Notes an event after which the device copies no more into lent memory."""
+        if self._memory is not None:
+            self._memory.ends[device] = end
+
+    def give_back(self, is_dropped: bool = False) -> None:
+        """Ends the use of the memory. Dropped memory is returned to the system, though a snapshot may still use it."""
+        if self._memory is not None:
+            self._memory.give_back(is_dropped)
+        if is_dropped:
+            self._memory = self._slab = None
+
+    def close(self, timeout: float) -> None:
+        """Returns the memory to the system, for which it waits at most `timeout` seconds."""
+        memory = self._memory
+        self.give_back(is_dropped=True)
+        if memory is not None:
+            memory.join(timeout)
+
+    def _make(self, nbytes: int) -> PinnedMemory:
+        """Returns memory for that many bytes, a part of which may be page-locked."""
+        if self._memory is None or self._memory.nbytes < nbytes or not self._memory.keep():
+            self.give_back(is_dropped=True)
+            self._memory = PinnedMemory(nbytes, self._idle_s)
+        return self._memory
+
+    def _lend_locked(self, nbytes: int) -> Tensor:
+        slab, self._nbytes = None, nbytes
+        while slab is None:  # idle memory may go in between
+            memory = self._make(nbytes)
+            slab = memory.lend()
+        if memory.locked_bytes < nbytes:
+            _logger.info(
+                "a save copies %.1f of %.1f MiB into memory that is not page-locked yet, which the training waits for",
+                *((nbytes - memory.locked_bytes) / 2**20, nbytes / 2**20),
+            )
+        return slab
+
+    def _lend_torchs(self, nbytes: int) -> Tensor:
+        if self._slab is None or self._slab.nbytes < nbytes:
+            self._slab = None  # first, so that both never exist at once
+            self._slab = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._slab
+
+
+def _layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
+    """Returns where each tensor begins in a slab, and the bytes of all."""
+    begins, end = [], 0
+    for tensor in tensors:
+        begins.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return begins, end
+
+
+def _can_lock(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether this build page-locks memory for the tensors."""
+    return bool(_C.cuda_versions()[0]) and torch.version.hip is None and any(one.is_cuda for one in tensors)
 
 
 def can_copy(tensors: Iterable[Tensor]) -> bool:

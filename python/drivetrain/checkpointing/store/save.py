@@ -135,6 +135,6 @@ class Save:
         if error is not None and self._snapshot is not None:
             self._snapshot.abandon()
             self._snapshot.wait_released(_RELEASE_S)  # the next save needs the memory
-        self._tensors = []
+        self._tensors, self._ready = [], None  # both keep the memory of copies
         self._copy_began.set()
         self._ended.set()

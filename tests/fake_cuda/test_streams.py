@@ -128,6 +128,7 @@ def test_the_default_stream_and_others(is_blocking: bool, new_errors: Callable[[
     assert RUNTIME.cudaStreamCreateWithFlags(ctypes.byref(handle), 0 if is_blocking else 1) == 0
     other = torch.cuda.ExternalStream(handle.value)
     x = torch.zeros(4, device="cuda")
+    assert (x + 1).tolist() == [1] * 4  # an operator's first call may take longer than the sleep
     torch.cuda.synchronize()
     torch.cuda._sleep(4 * LONG)
     x.fill_(1)
@@ -177,6 +178,7 @@ def test_elapsed_times(stream: torch.cuda.Stream) -> None:
     milliseconds = ctypes.c_float()
     handles = (ctypes.c_void_p(start.cuda_event), ctypes.c_void_p(end.cuda_event))
     assert RUNTIME.cudaEventElapsedTime(ctypes.byref(milliseconds), *handles) == NOT_READY
+    RUNTIME.cudaGetLastError()
     end.synchronize()
     assert 45 < start.elapsed_time(end) < 5000
 

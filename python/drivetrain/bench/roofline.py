@@ -22,11 +22,10 @@ def least_bytes(
         grad_passes: Reads and writes of each gradient together, 1 for a plain step.
     """
     states = [t for param in params for name, t in optimizer.state[param].items() if name != "step"]
-    return (
-        param_passes * sum(p.nbytes for p in params)
-        + state_passes * sum(t.nbytes for t in states)
-        + grad_passes * sum(p.grad.nbytes for p in params if p.grad is not None)
-    )
+    param_bytes: int = sum(p.nbytes for p in params)
+    state_bytes: int = sum(t.nbytes for t in states)
+    grad_bytes: int = sum(p.grad.nbytes for p in params if p.grad is not None)
+    return param_passes * param_bytes + state_passes * state_bytes + grad_passes * grad_bytes
 
 
 def bandwidth(rounds: int = 9) -> float:

@@ -65,6 +65,7 @@ def makers(comm: _C.Comm) -> dict[str, Callable[[], object]]:
         "ActivationRecorder": lambda: _C.ActivationRecorder(is_profile=True),
         "ActivationScope": lambda: _C.ActivationScope(recorder),
         "Conversions": _C.Conversions,
+        "HostPages": lambda: _C.HostPages(4096),
         "MainGrads": lambda: _C.MainGrads([weight], [torch.zeros(2)], lambda index: True),
         "OffloadPool": lambda: _C.OffloadPool(1 << 20),
         "Precision": lambda: _C.Precision(

@@ -148,8 +148,8 @@ struct StepKernel : StepCodes<RuleOf, kParam, kGrad, kState> {
       if (unit < head.units) update(&own.record, unit);
     } else {
       const uint32_t stride = is_small ? kTeam : kStepThreads;
-      const uint32_t end =
-          is_small ? head.units : std::min(head.units, (static_cast<uint32_t>(part) + 1) * kUnitsOfBlock);
+      const uint32_t end_of_block = (static_cast<uint32_t>(part) + 1) * kUnitsOfBlock;
+      const uint32_t end = is_small || head.units < end_of_block ? head.units : end_of_block;
 #pragma unroll 1
       for (; unit < end; unit += stride) update(&own.record, unit);
     }

@@ -24,10 +24,9 @@ constexpr const char* kUncounted =
 constexpr const char* kUnweighted =
     "this backward has no weight, but the gradients that it adds to were given with backward(loss, weight=...). Give "
     "every backward of an accumulation a weight, or call optimizer.zero_grad() first.";
-constexpr const char* kCaptured =
+constexpr const char* kWeightInCapture =
     "backward(loss, weight=...) cannot be captured into a CUDA graph, which would repeat this weight. Capture the "
-    "forward "
-    "pass alone, or scale the loss and call loss.backward().";
+    "forward pass alone, or scale the loss and call loss.backward().";
 constexpr const char* kWasLate =
     " It was an earlier backward, whose gradients are wrong: the device found it, and the host does not wait for that.";
 
@@ -64,7 +63,7 @@ WeightedMean::Seen WeightedMean::see_grad(const Parameter& param) {
 }
 
 void WeightedMean::begin(double weight, const Holds& holds) {
-  if (is_capturing_on(params_[0].tensor.device())) throw UnsupportedError(kCaptured);
+  if (is_capturing_on(params_[0].tensor.device())) throw UnsupportedError(kWeightInCapture);
   check_late();
   bool is_untouched = true;
   for (size_t i = 0; i < params_.size() && is_untouched; ++i) is_untouched = seen_[i] == see_grad(params_[i]);

@@ -1,6 +1,7 @@
 // Reserves, cuts and merges slabs of host memory; see host_pool.h.
 #include "saved_tensors/host_pool.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <unistd.h>
 
@@ -123,7 +124,7 @@ HostPool::Memory HostPool::cut(int64_t bytes, bool pinned) {
 
 // Reserves a slab with room for that many bytes. It is smaller than slab_bytes if the limit demands it.
 void HostPool::reserve(int64_t bytes, bool pinned) {
-  const bool is_own = pinned && can_lock_pages();
+  const bool is_own = pinned && can_lock_pages() && at::hasCUDA();  // torch locks pages for other devices
   const int64_t unit = is_own ? ::sysconf(_SC_PAGESIZE) : 0;
   const int64_t least = rounded_up(std::max(aligned(bytes), kAlignment), unit);
   release_unused(least);

@@ -141,6 +141,22 @@ def test_names_what_waits_for_whom_and_where(on_ranks: OnRanks, options: Any, ho
     assert len(waiting) == 1
 
 
+def late_twice() -> list[str]:
+    """A wait that was reported ends, as for an evaluation of one rank, and the next one takes as long."""
+    model = DDP(blocks(), report_hang_after=LIMIT_S)
+    with reports() as messages:
+        for step in range(4):
+            model.module[1].is_late = step == 1 and dist.get_rank() == 1
+            model.module[1].sleep_s = 1.5 * LIMIT_S if step == 2 and dist.get_rank() == 1 else 0.0
+            step_with(model)
+    return messages
+
+
+def test_a_wait_like_an_earlier_one_is_not_reported_again(on_ranks: OnRanks) -> None:
+    waiting, _ = on_ranks(late_twice)
+    assert [re.search(r"of step (\d)", message)[1] for message in waiting] == ["2"]  # type: ignore[index]
+
+
 def late_outside_the_model() -> list[str]:
     model = DDP(nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 3)), report_hang_after=LIMIT_S)
     with reports() as messages:

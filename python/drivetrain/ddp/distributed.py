@@ -91,8 +91,9 @@ class DistributedDataParallel(ReducesOverGroups):
         check_replicas_every: Number of synchronized backward passes between comparisons of a checksum of all
             parameters over ranks. 0 compares never.
         report_hang_after: Seconds of waiting after which a warning names the missing ranks and where they were last
-            seen. None reads DRIVETRAIN_REPORT_HANG_AFTER, or takes 30; 0 disables it. On CUDA a stream waits
-            instead of the host: a group is aborted after this time if another rank's process has ended.
+            seen, or three times the longest wait before. None reads DRIVETRAIN_REPORT_HANG_AFTER, or takes 8; 0
+            disables it. On CUDA a stream waits instead of the host: a group is aborted after this time if another
+            rank's process has ended.
         wire_dtype: torch.bfloat16, torch.float8_e5m2 or its name: float32 and complex64 gradients travel between hosts
             in that dtype and are summed in float32. Every rank gets the same bits. float8 adds what it rounds off to
             the next step's gradients. Requires gloo on the CPU and no communication hook.

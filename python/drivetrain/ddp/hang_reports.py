@@ -27,8 +27,9 @@ from . import nccl_ras, watchdog
 from .control_block import RankRecord, StepPosition, control_block_of
 
 VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
-DEFAULT_LIMIT_S = 30.0
+DEFAULT_LIMIT_S = 8.0
 
+_TIMES_THE_LONGEST = 3  # a wait that has ended, as for the evaluation of one rank, lets later ones take as many times
 _BEATS_PER_LIMIT = 4
 _SILENT_BEATS = 2  # a rank that publishes nothing for so many is called silent
 _SHORTEST_BEAT_S = 0.05
@@ -134,6 +135,7 @@ class HangReporter:
         self._beats = 0
         self._has_failed = False
         self._wait: _Wait | None = None
+        self._waited_s = self._longest_s = 0.0  # of this wait as last seen, and of those that ended
         self._next_report_s = limit_s
         self._listening_since = 0.0
         watchdog.add(self)
@@ -157,12 +159,9 @@ class HangReporter:
             self._look_at_device(self._device, now)
         if not now.awaited or now.seconds < self.beat_s:
             if now.seconds < self.beat_s:
-                self._wait = None
+                self._begin_wait(None, 0.0)
             return self.beat_s
-        if self._wait != (now.step, now.awaited):
-            self._wait = _Wait(now.step, now.awaited)
-            self._next_report_s = self._limit_s
-            self._begin_listening()
+        self._begin_wait(_Wait(now.step, now.awaited), now.seconds)
         is_answered = self._block.read()
         if now.seconds >= self._next_report_s and self._has_listened():
             self._next_report_s = 2 * now.seconds
@@ -248,18 +247,21 @@ class HangReporter:
 
     def _report_device(self, device: torch.device, lag: _C.DeviceLag) -> None:
         """Reports the device's wait once it is known which ranks are silent, and each time that it has doubled."""
-        if self._wait != (lag.step, str(device)):
-            self._wait = _Wait(lag.step, str(device))
-            self._next_report_s = self._limit_s
-            self._begin_listening()
+        self._begin_wait(_Wait(lag.step, str(device)), lag.seconds)
         if lag.seconds >= self._next_report_s and self._has_listened():
             self._next_report_s = 2 * lag.seconds
             self._tell(lag.step, self._report_of_device(device, lag))
 
-    def _begin_listening(self) -> None:
-        self._block.read()  # earlier records do not count as heard
-        self._block.begin_listening()
-        self._listening_since = time.monotonic()
+    def _begin_wait(self, wait: _Wait | None, seconds: float) -> None:
+        """Notes that this wait has lasted for so many seconds; None: nothing is awaited."""
+        if wait != self._wait:
+            self._wait, self._longest_s = wait, max(self._longest_s, self._waited_s)
+            self._next_report_s = max(self._limit_s, _TIMES_THE_LONGEST * self._longest_s)
+            if wait is not None:
+                self._block.read()  # earlier records do not count as heard
+                self._block.begin_listening()
+                self._listening_since = time.monotonic()
+        self._waited_s = seconds
 
     def _has_listened(self) -> bool:
         """Returns True once silent ranks are known. This thread may begin late where it had to wait for a core."""

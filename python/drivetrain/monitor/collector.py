@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from .. import _C
 from ..ddp import nccl_ras
+from ..ddp.control_block import ControlBlock, connection_to_store, host_name
 from ..memory import host_memory
 from ..phases import LABELS
 from ..threads import Thread, settle_on_device
 from .advice import Setup, advise
 from .hangs import Hang, HangWatch
+from .places import Places
 from .progress import Progress
 from .stragglers import Exchange, Straggler
 from .stream import Event, Stream, event, step_event
@@ -37,7 +39,7 @@ _LATER_S = 0.05
 _BUSY_STEPS_PER_S, _BUSY_RECORDS_PER_S = 80, 2000
 _SYSTEM_S, _ADVICE_S = 5.0, 5.0
 _STOP_S = 5.0
-_RANKS_NAMED = 4
+_PREFIX, _PERIOD_S = "drivetrain/monitor/places/", 1.0
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.002  # a device that stands still must not hold the end
 _logger = logging.getLogger("drivetrain")
 
@@ -99,7 +101,9 @@ class Collector:
         self._samples_of, self._rates_of, self._setup, self._place = samples_of, rates_of, setup, place
         self._hangs, self._progress = hangs, progress
         self.device = device
-        self._exchange: Exchange | None = None  # from the time at which several ranks are connected
+        # From the time at which several ranks are connected.
+        self._exchange: Exchange | None = None
+        self._places: Places | None = None
         self._has_warned = False
         self._due = dict.fromkeys(("system", "advice"), time.monotonic() + 1.0)
         self._delay_s = _LATER_S if rank == 0 else 0.0
@@ -116,6 +120,8 @@ class Collector:
         """Ends the thread, and takes what the trace still holds."""
         self._has_stopped.set()
         self._thread.join(_STOP_S)
+        if self._places is not None and not self._thread.is_alive():
+            self._places.publish(self.num_steps, "past the end of its monitor")
         deadline = time.monotonic() + _DRAIN_S
         while not self._reader.has_read_all() and time.monotonic() < deadline:
             self.poll()
@@ -202,24 +208,30 @@ class Collector:
         """Reports a training thread that stands still, and compares the ranks."""
         group = dist.group.WORLD if dist.is_initialized() else None
         if self._exchange is None and group is not None and dist.get_world_size() > 1:
-            self._exchange = Exchange(group)
-        if (hang := self._hangs.report(self._reader.standing(), self.num_steps + 1)) is not None:
-            self.hang = hang = self._with_others(hang)
+            self._connect(group)
+        step, standing = self.num_steps + 1, self._reader.standing()
+        if self._places is not None and self._places.is_due():
+            self._places.publish(step, self._hangs.place(standing))
+        if self._places is not None and time.monotonic_ns() - standing.since_ns >= 1e9 * self._hangs.beat_s:
+            self._places.listen(standing.since_ns)
+        if (hang := self._hangs.report(standing, step)) is not None:
+            others = [] if self._places is None else self._places.others(step)
+            text = "; ".join([hang.text, *others])
+            # NCCL knows which ranks are behind in its collectives.
+            said = "" if self._exchange is None else nccl_ras.describe()
+            self.hang = hang = replace(hang, text=f"{text}. {said}" if said else text)
             self._send("hang", **asdict(hang))
             _logger.warning("monitor: %s", hang.text)
         if self._exchange is not None and (found := self._exchange.compare()) is not None:
             self._name(found)
 
-    def _with_others(self, hang: Hang) -> Hang:
-        """Adds where other ranks stand still, and which ranks are behind in NCCL's collectives."""
-        if self._exchange is None:
-            return hang
-        place = f"in the phase {LABELS[hang.phase]!r} at {hang.where}"
-        others = self._exchange.standing_others(self.num_steps + 1, place)
-        if len(others) > _RANKS_NAMED:
-            others = [*others[:_RANKS_NAMED], f"{len(others) - _RANKS_NAMED} more ranks stand still"]
-        text = "; ".join([hang.text, *others])
-        return replace(hang, text=f"{text}. {said}" if (said := nccl_ras.describe()) else text)
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        ranks = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
+        beat_s, store = self._hangs.beat_s, connection_to_store(group)
+        block = ControlBlock(store, _PREFIX, ranks, dist.get_rank(group), host_name(), beat_s or _PERIOD_S)
+        self._exchange = Exchange(block)
+        if beat_s > 0:
+            self._places = Places(block, beat_s)
 
     def _name(self, found: Straggler) -> None:
         if self.straggler is None or (found.rank, found.phase) != (self.straggler.rank, self.straggler.phase):

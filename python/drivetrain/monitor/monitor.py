@@ -21,7 +21,7 @@ from ..phases import span
 from .advice import Setup
 from .collector import OUTSIDE, Collector
 from .flops import FlopCount, obstacle_to_counting, peak_flops
-from .hangs import LIMIT_S, Hang, HangWatch, print_stacks_on_request
+from .hangs import Hang, HangWatch, print_stacks_on_request
 from .hooks import Batches, attach, first_dimension
 from .progress import Progress
 from .sinks import make_sinks
@@ -57,7 +57,7 @@ class Monitor:
             `Sink` objects.
         progress: True shows a progress line on rank 0, and the table at the end; on stderr, or in the notebook.
         report_hang_after: Seconds after which a rank that stands still is reported, or three times what its phase has
-            taken before, if that is more. 0 reports none.
+            taken before, if that is more. None takes 8, and 20 for a phase that has never ended. 0 reports none.
         count: Takes a batch and returns its samples, or tokens; None counts the first dimension of its first tensor.
 
     Raises:
@@ -79,15 +79,15 @@ class Monitor:
         peak_flops: float | None = None,
         to: Sequence[str | Sink] = (),
         progress: bool = True,
-        report_hang_after: float = LIMIT_S,
+        report_hang_after: float | None = None,
         count: Callable[[Any], int] | None = None,
     ) -> None:
         if not (flops is None or flops == "auto" or (_is_number(flops) and flops > 0)):  # type: ignore[operator]
             raise ValueError(f"flops is {flops!r}, expected 'auto', a number above 0, or None")
         if not (peak_flops is None or (_is_number(peak_flops) and peak_flops > 0)):
             raise ValueError(f"peak_flops is {peak_flops!r}, expected a number above 0, or None")
-        if not (_is_number(report_hang_after) and report_hang_after >= 0):
-            raise ValueError(f"report_hang_after is {report_hang_after!r}, expected seconds >= 0, or 0: never")
+        if not (report_hang_after is None or (_is_number(report_hang_after) and report_hang_after >= 0)):
+            raise ValueError(f"report_hang_after is {report_hang_after!r}, expected seconds >= 0, 0: never, or None")
         if not (count is None or callable(count)):
             raise TypeError(f"count is {count!r}, expected a function of a batch, or None")
         if model is not None and not isinstance(model, nn.Module):

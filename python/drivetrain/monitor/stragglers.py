@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-import torch.distributed as dist
-
-from ..ddp.control_block import ControlBlock, connection_to_store, host_name
+from ..ddp.control_block import ControlBlock
 
 WINDOW = 32  # steps that are compared
 _LEAST_EXCESS = 0.03
 _SIGMAS = 6.0
-_PERIOD_S = 1.0
-_PREFIX = "drivetrain/monitor/"
+_PREFIX = "drivetrain/monitor/steps/"
 _OWN = ("data", "copy", "forward", "backward", "recomputation", "optimizer", "checkpoint", "host")
 
 
@@ -98,19 +95,17 @@ def _standard_error(values: Sequence[float], center: float) -> float:
 class Exchange:
     """Publishes this rank's steps; on rank 0, compares the ranks' steps.
 
-    No call waits longer than `_PERIOD_S`. After the store has failed, as at the end of a job, nothing is exchanged.
+    After the store has failed, as at the end of a job, nothing is exchanged.
 
     Attributes:
         has_compared: True on rank 0 once all ranks have published enough steps.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, block: ControlBlock) -> None:
         self.has_compared = False
-        rank = dist.get_rank(group)
-        self._ranks = [dist.get_global_rank(group, other) for other in range(dist.get_world_size(group))]
         # Only its questions with a time limit are used here, none of its keys.
-        self._store = ControlBlock(connection_to_store(group), _PREFIX, self._ranks, rank, host_name(), _PERIOD_S)
-        self._keys, self._rank = [f"{_PREFIX}{other}" for other in range(len(self._ranks))], rank
+        self._block = block
+        self._keys = [f"{_PREFIX}{other}" for other in range(len(block.ranks))]
         self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._is_new = self._have_all_come = False
 
@@ -126,29 +121,16 @@ class Exchange:
         if profile is None:
             return None
         mine = json.dumps(profile)
-        found = self._store.ask(lambda store: self._ask(store, mine))
+        found = self._block.ask(lambda store: self._ask(store, mine))
         if not found:
             return None
         self.has_compared = True
-        return find_straggler(dict(zip(self._ranks, map(json.loads, found), strict=True)))
-
-    def standing_others(self, step: int, where: str) -> list[str]:
-        """Publishes that this rank stands still, and returns where others stand that said so in about the same step."""
-        keys = [f"{_PREFIX}standing/{other}" for other in range(len(self._ranks))]
-        others = [other for other in range(len(self._ranks)) if other != self._rank]
-
-        def ask(store: Any) -> list[tuple[int, bytes]]:
-            store.set(keys[self._rank], json.dumps([step, where]))
-            # The store would wait for a key that does not exist.
-            return [(other, store.get(keys[other])) for other in others if store.check([keys[other]])]
-
-        found = [(self._ranks[other], *json.loads(said)) for other, said in self._store.ask(ask) or []]
-        return [f"rank {rank} stands {place}" for rank, its_step, place in found if abs(its_step - step) <= 1]
+        return find_straggler(dict(zip(self._block.ranks, map(json.loads, found), strict=True)))
 
     def _ask(self, store: Any, mine: str) -> list[bytes]:
         """Publishes this rank's profile, and returns on rank 0 all ranks' once they are there."""
-        store.set(self._keys[self._rank], mine)
-        if self._rank != 0:
+        store.set(self._keys[self._block.rank], mine)
+        if self._block.rank != 0:
             return []
         # The store would wait for a key that does not exist.
         self._have_all_come = self._have_all_come or store.check(self._keys)

@@ -54,7 +54,7 @@ class Places:
             self._block.read()
 
     def others(self, step: int) -> list[str]:
-        """Describes where the others are, those of one place together, and first the place with the fewest ranks.
+        """Describes where the others are, by place, and first the place with the fewest ranks.
 
         A rank without a monitor is left out. In a large group, these are the ranks that are behind, silent or gone.
         """

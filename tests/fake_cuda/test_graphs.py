@@ -47,9 +47,10 @@ def test_branches_are_captured_too() -> None:
 @pytest.mark.fake_cuda_errors
 def test_races_between_branches_are_found(new_errors: Callable[[], list[str]]) -> None:
     x = torch.zeros(4, device="cuda")
-    side = torch.cuda.Stream()
+    # torch has 32 streams per device, and hands them out in turn: one alone may be the stream of all captures.
+    main, side = torch.cuda.Stream(), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=main):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             x.add_(1)

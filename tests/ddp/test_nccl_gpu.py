@@ -294,7 +294,7 @@ HOSTS_SCRIPT = """
             loss.backward()
             model.zero_grad()
         torch.cuda.synchronize()
-        print("fine")
+        print("fine", flush=True)
     except RuntimeError as error:
         print(error, flush=True)
         time.sleep(1)

@@ -113,7 +113,7 @@ docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are e
 picture: $(STAMPS)/test-tools ## draw the chart of README.md from benchmarks/results (a few seconds)
 	$(PYTHON) benchmarks/picture.py $(ARGS)
 
-wheel: $(STAMPS)/build-tools ## write a wheel and an sdist to dist/, and test the wheel in a fresh environment (five minutes)
+wheel: $(STAMPS)/build-tools ## write a wheel for torch 2.11 to 2.14 and an sdist to dist/, and test the wheel in a fresh environment (25 minutes)
 	tests/wheel.sh $(PYTHON) $(ARGS)
 
 doctor: $(STAMPS)/built ## check this environment (a few seconds)

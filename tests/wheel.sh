@@ -1,25 +1,30 @@
 #!/usr/bin/env bash
-# Writes a wheel and an sdist to dist/. It builds the wheel from the sdist as pip would. It runs the smoke test outside
-# the checkout, in a fresh environment with torch and the wheel's requirements. Usage: tests/wheel.sh PYTHON
+# Writes an sdist and a wheel to dist/. It builds both from the commit's files alone. It installs the wheel without an
+# index and without a compiler, into a fresh environment with torch, and runs the smoke test there, outside of the
+# checkout. Usage: tests/wheel.sh PYTHON [ARGUMENT OF tools/wheel.py]...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
+shift
 torch=$("$python" -c "from importlib.metadata import version; print(version('torch').split('+')[0])")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mkdir -p dist
+rm -rf dist
+mkdir dist
 
 echo "== sdist"
 "$python" -m pip install --quiet build
-"$python" -m build --sdist --no-isolation --outdir "$work/sdist" . > "$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
-echo "== wheel, from the sdist"
-PATH=$(dirname "$(realpath --no-symlinks "$python")"):$PATH \
-  "$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/wheel" "$work"/sdist/*.tar.gz
+"$python" -m build --sdist --no-isolation --outdir dist . > "$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
+echo "== wheel"
+"$python" tools/wheel.py "$@"
 echo "== smoke test in a fresh environment with torch $torch"
 "$python" -m venv "$work/env"
-"$work/env/bin/pip" install --quiet "torch==$torch" numpy
-"$work/env/bin/pip" install --quiet "$work"/wheel/*.whl
+"$work/env/bin/pip" install --quiet "torch==$torch" numpy rich
+begin=$(date +%s)
+PATH="$work/env/bin" CXX=/nonexistent "$work/env/bin/pip" install --quiet --no-index --find-links dist drivetrain
+(cd "$work" && PATH="$work/env/bin" "$work/env/bin/drivetrain" doctor)
+echo "installed and checked in $(($(date +%s) - begin)) s"
 "$work/env/bin/pip" check
-(cd "$work" && "$work/env/bin/python" "$OLDPWD/tests/wheel_smoke.py")
-cp "$work"/sdist/*.tar.gz "$work"/wheel/*.whl dist/
+smoke=$PWD/tests/wheel_smoke.py
+(cd "$work" && "$work/env/bin/python" "$smoke")
 ls -l dist

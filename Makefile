@@ -162,8 +162,8 @@ $(STAMPS)/built: $(SOURCES) $(STAMPS)/build-tools
 
 # This build has CUDA kernels even if torch has no CUDA: tests check their machine code and run NCCL's transport on fakes.
 # Without a GPU it has them for sm_90 alone, whose machine code the tests read. Wheels have them for every architecture.
-KERNELS := -Ccmake.define.DRIVETRAIN_CUDA=on \
-  -Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES=$(if $(shell command -v nvidia-smi 2> /dev/null),auto,90-real)
+KERNELS := --config-settings=cmake.define.DRIVETRAIN_CUDA=on \
+  --config-settings=cmake.define.DRIVETRAIN_CUDA_ARCHITECTURES=$(if $(shell command -v nvidia-smi 2> /dev/null),auto,90-real)
 $(STAMPS)/built-with-kernels: $(SOURCES) $(STAMPS)/build-tools
 	$(BUILD) $(KERNELS)
 	touch $(STAMPS)/built $@

@@ -46,7 +46,7 @@ check() { # requirement
     step "tools" "$env/bin/python" -m pip install "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja "rich>=13" \
       "pytest>=8" "hypothesis>=6" &&
     step "build for $archs" "$env/bin/python" -m pip install --no-build-isolation --no-deps --force-reinstall \
-      -Cbuild-dir="$env/build" -Ccmake.define.DRIVETRAIN_CUDA=on "-Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES=$archs" . &&
+      --config-settings=build-dir="$env/build" --config-settings=cmake.define.DRIVETRAIN_CUDA=on "--config-settings=cmake.define.DRIVETRAIN_CUDA_ARCHITECTURES=$archs" . &&
     step "import" in_env -c "$say_what_was_built" && cat "$env.log" &&
     step "doctor" in_env -m drivetrain doctor &&
     step "tests" in_env -m pytest -q -c "$PWD/pyproject.toml" --rootdir "$PWD" "$PWD"/tests/{optim/test_optim,ddp/test_bucket_planner,package/test_stub,grad/test_main_grads,grad/test_fuse_wgrad,recompute/test_checkpoint,budget/test_{bits,errors,hooks,memory,out_of_memory,plans,profile,threads}}.py &&

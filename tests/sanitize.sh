@@ -21,7 +21,7 @@ for sanitizer in address undefined thread; do
   rm -rf "$folder/site"
   echo "== building with -fsanitize=$sanitizer"
   "$python" -m pip install --quiet --no-build-isolation --no-deps --target "$folder/site" \
-    -Cbuild-dir="$folder/build" -Ccmake.define.DRIVETRAIN_SANITIZE=$sanitizer -Ccmake.define.DRIVETRAIN_CUDA=off .
+    --config-settings=build-dir="$folder/build" --config-settings=cmake.define.DRIVETRAIN_SANITIZE=$sanitizer --config-settings=cmake.define.DRIVETRAIN_CUDA=off .
   echo "== testing with -fsanitize=$sanitizer"
   # -S skips the site module, so that an editable install in the environment does not precede this build.
   # Leaks of Python and torch are not checked. Python links neither the sanitizer's runtime nor libstdc++, so both are

@@ -68,7 +68,7 @@ def build(python: Path, release: str, folder: Path, kernels: Path | None, has_cu
     }
     run(
         *(python, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder),
-        *(f"-C{name}={value}" for name, value in options.items()),
+        *(f"--config-settings={name}={value}" for name, value in options.items()),
         REPOSITORY,
         PATH=f"{python.parent}{os.pathsep}{os.environ['PATH']}",
     )

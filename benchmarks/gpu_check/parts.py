@@ -121,10 +121,10 @@ def _build(setting: Setting) -> list[Job]:
     command += [
         "--target",
         setting.site,
-        f"-Cbuild-dir={setting.folder / 'cmake'}",
-        "-Ccmake.define.DRIVETRAIN_CUDA=on",
+        f"--config-settings=build-dir={setting.folder / 'cmake'}",
+        "--config-settings=cmake.define.DRIVETRAIN_CUDA=on",
     ]
-    command += [f"-Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={architecture}", setting.repository]
+    command += [f"--config-settings=cmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={architecture}", setting.repository]
     what = f"the package, for the installed torch and this GPU ({architecture})"
     return [*found, Job("build", "package", what, command, 150, environment=setting.environment)]
 

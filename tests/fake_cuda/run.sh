@@ -35,7 +35,7 @@ export PATH
 cmake -S tests/fake_cuda -B "$folder" -G Ninja -DPython_EXECUTABLE="$layer/bin/python" > "$folder/cmake.log" || { cat "$folder/cmake.log"; exit 1; }
 cmake --build "$folder"
 "$layer/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
-  -Cbuild-dir=build/fake_cuda_module -Cinstall.strip=false -Ccmake.define.DRIVETRAIN_CUDA=emulated
+  --config-settings=build-dir=build/fake_cuda_module --config-settings=install.strip=false --config-settings=cmake.define.DRIVETRAIN_CUDA=emulated
 [ "${1:-}" != --build ] || exit 0
 
 export LD_PRELOAD="$folder/libcudart.so.13 $folder/libcuda.so.1 $folder/libnccl.so.2" PYTHONPATH="$PWD/tests/fake_cuda:$PWD/benchmarks" FAKE_CUDA_ON_ERROR=record

@@ -142,7 +142,7 @@ def _cuda_kernels() -> Finding:
     for capability in capabilities:
         if not covers(_build_info.CUDA, capability):
             number = "{}{}".format(*capability)
-            cure = f"{_REBUILD} -Ccmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={number}"
+            cure = f"{_REBUILD} --config-settings=cmake.define.DRIVETRAIN_CUDA_ARCHITECTURES={number}"
             return fail("cuda", f"{found} (sm_{number}), but the kernels are for {_build_info.CUDA}", cure)
     return passed("cuda", f"{found}, covered by the kernels ({_build_info.CUDA})")
 

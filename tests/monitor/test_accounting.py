@@ -482,7 +482,7 @@ def test_what_is_no_count_is_named(result: Any) -> None:
         ({"flops": True}, ValueError, "flops is True, expected"),
         ({"peak_flops": "1e12"}, ValueError, "peak_flops is '1e12', expected"),
         ({"report_hang_after": -1}, ValueError, "report_hang_after is -1, expected seconds >= 0"),
-        ({"report_hang_after": None}, ValueError, "report_hang_after is None, expected seconds >= 0, or 0: never"),
+        ({"report_hang_after": "8"}, ValueError, "report_hang_after is '8', expected seconds >= 0, 0: never, or None"),
         ({"count": 3}, TypeError, "count is 3, expected a function of a batch, or None"),
         ({"model": 3}, TypeError, "model is a int, expected a torch.nn.Module or None"),
         ({"optimizer": 3}, TypeError, "optimizer is 3, expected a torch.optim.Optimizer, a sequence of them, or None"),

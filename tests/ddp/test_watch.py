@@ -28,6 +28,7 @@ from drivetrain import DistributedDataParallel as DDP
 from drivetrain import frames
 from drivetrain.ddp import control_block, hang_reports
 from drivetrain.ddp.control_block import ControlBlock
+from drivetrain.monitor.places import Places
 from polling import wait_until
 from ranks import RankPool, run_on
 
@@ -430,7 +431,7 @@ def test_ranks_that_end_over_another_ranks_end_are_named_after_it(monkeypatch: p
     for rank in (1, 2, 3, 4, 5, 7):
         made[rank].publish(record_of(rank, 3, has_failed=True))
     made[0].read()
-    monkeypatch.setattr(hang_reports, "has_ended", lambda process: True)
+    monkeypatch.setattr(control_block, "has_ended", lambda process: True)
     reporter = object.__new__(hang_reports.HangReporter)
     reporter._block = made[0]
     assert re.findall(r"Rank (\d) has ended", reporter._describe_ended()) == ["6", "1", "2", "3"]
@@ -458,6 +459,7 @@ def test_the_end_of_another_hosts_rank_is_in_its_summary(monkeypatch: pytest.Mon
     reporter = object.__new__(hang_reports.HangReporter)
     reporter._block = made[0]
     assert reporter._describe_ended() == "Rank 3 has ended: its process 3 is gone, last seen at x.py:1 in step 3."
+    assert "rank 3 has ended: its process 3 is gone, last seen at x.py:1" in Places(made[0], 60).others(3)
 
 
 # ---- What the thread leaves, and when there is none.

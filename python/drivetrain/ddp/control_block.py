@@ -156,12 +156,22 @@ class ControlBlock:
         self._take(self.ask(lambda store: self._records(store, ranks)) or ())
 
     def begin_listening(self) -> None:
-        """Counts the silence of every rank from now."""
+        """Counts the silence of every rank from now. Earlier records do not count as heard."""
+        self.read()
         self._heard = [time.monotonic()] * len(self.ranks)
 
     def silence_s(self, rank: int) -> float:
         """Returns the seconds since reading has last shown something new of that rank."""
         return time.monotonic() - self._heard[rank]
+
+    def is_silent(self, rank: int, beats: int) -> bool:
+        """Returns True if that rank has published nothing for so many beats, or never."""
+        return self.seen[rank] is None or self.silence_s(rank) >= beats * self._beat_s
+
+    def has_ended(self, rank: int) -> bool:
+        """Returns True if this rank, or one of the other's host, finds its process gone."""
+        record, seen = self.last[rank], self.seen[rank]
+        return (record is not None and has_ended(record["process"])) or (seen is not None and seen.has_ended)
 
     def _take(self, records: Iterable[tuple[int, RankRecord]]) -> None:
         for rank, record in records:

@@ -21,7 +21,7 @@ from torch import nn
 
 from .. import _C
 from ..frames import self_of, stack_of_thread, users_line
-from ..processes import has_ended, this_process
+from ..processes import this_process
 from ..threads import Thread
 from . import nccl_ras, watchdog
 from .control_block import RankRecord, StepPosition, control_block_of
@@ -200,7 +200,7 @@ class HangReporter:
         ended = sorted(
             _Ended(record["has_failed"], rank)
             for rank, record in enumerate(block.last)
-            if rank != block.rank and record is not None and self._has_ended(rank, record)
+            if rank != block.rank and record is not None and block.has_ended(rank)
         )
         sentences = []
         for one in ended:
@@ -213,11 +213,6 @@ class HangReporter:
         if len(sentences) > _RANKS_NAMED:
             sentences[_RANKS_NAMED:] = [f"{len(sentences) - _RANKS_NAMED} more have ended."]
         return " ".join(sentences)
-
-    def _has_ended(self, rank: int, record: RankRecord) -> bool:
-        """Returns True if this rank, or one of the other's host, finds its process gone."""
-        seen = self._block.seen[rank]
-        return has_ended(record["process"]) or (seen is not None and seen.has_ended)
 
     def _look_at_device(self, device: torch.device, now: _C.ProgressSnapshot) -> None:
         """Reports a device that waits too long for other ranks, unless the host itself waits, which look() reports.
@@ -258,7 +253,6 @@ class HangReporter:
             self._wait, self._longest_s = wait, max(self._longest_s, self._waited_s)
             self._next_report_s = max(self._limit_s, _TIMES_THE_LONGEST * self._longest_s)
             if wait is not None:
-                self._block.read()  # earlier records do not count as heard
                 self._block.begin_listening()
                 self._listening_since = time.monotonic()
         self._waited_s = seconds
@@ -329,18 +323,15 @@ class HangReporter:
         return sorted(
             _Behind(position, rank)
             for rank, position in enumerate(positions)
-            if rank != self._block.rank and (position < needed or self._is_silent(rank))
+            if rank != self._block.rank and (position < needed or self._block.is_silent(rank, _SILENT_BEATS))
         )
-
-    def _is_silent(self, rank: int) -> bool:
-        return self._block.seen[rank] is None or self._block.silence_s(rank) >= _SILENT_BEATS * self.beat_s
 
     def _describe(self, rank: int, step: int) -> str:
         name, record = f"rank {self._block.ranks[rank]}", self._block.last[rank]
         if record is None:
             return f"{name}, which has not been heard of at all"
         silence = f"which has not been heard of for {_rounded(self._block.silence_s(rank))} s"
-        facts = [silence] if self._is_silent(rank) else []
+        facts = [silence] if self._block.is_silent(rank, _SILENT_BEATS) else []
         facts.append(f"last seen {record['where']}")
         if record["awaited"]:
             facts.append(f"itself waiting for {record['awaited']} of step {record['step']}")

@@ -212,8 +212,9 @@ class Collector:
         step, standing = self.num_steps + 1, self._reader.standing()
         if self._places is not None and self._places.is_due():
             self._places.publish(step, self._hangs.place(standing))
-        if self._places is not None and time.monotonic_ns() - standing.since_ns >= 1e9 * self._hangs.beat_s:
-            self._places.listen(standing.since_ns)
+        since_ns = standing.since_ns
+        if self._places is not None and since_ns and time.monotonic_ns() - since_ns >= 1e9 * self._hangs.beat_s:
+            self._places.listen(since_ns)
         if (hang := self._hangs.report(standing, step)) is not None:
             others = [] if self._places is None else self._places.others(step)
             text = "; ".join([hang.text, *others])

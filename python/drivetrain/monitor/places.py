@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 
 from ..ddp.control_block import ControlBlock, RankRecord
-from ..processes import has_ended, this_process
+from ..processes import this_process
 
 _SILENT_BEATS = 3  # a rank that publishes nothing for so many is called silent
 _PLACES_NAMED = 4
@@ -46,10 +46,9 @@ class Places:
     def listen(self, wait_ns: int) -> None:
         """Reads the others' records at each beat of one wait, given by its start, so that silent ranks are known."""
         if self._wait_ns != wait_ns:
-            self._wait_ns, self._next_read_s = wait_ns, 0.0
-            self._block.read()  # earlier records do not count as heard
+            self._wait_ns, self._next_read_s = wait_ns, time.monotonic() + self._beat_s
             self._block.begin_listening()
-        if time.monotonic() >= self._next_read_s:
+        elif time.monotonic() >= self._next_read_s:
             self._next_read_s = time.monotonic() + self._beat_s
             self._block.read()
 
@@ -61,7 +60,11 @@ class Places:
         block = self._block
         block.read()
         known = {rank: status for rank, status in enumerate(block.seen) if status is not None and rank != block.rank}
-        behind = [rank for rank, one in known.items() if one.has_ended or one.step < step or self._is_silent(rank)]
+        behind = [
+            rank
+            for rank, one in known.items()
+            if one.step < step or block.has_ended(rank) or block.is_silent(rank, _SILENT_BEATS)
+        ]
         block.fetch(behind[:_RANKS_ASKED] or list(known)[:_RANKS_ASKED])
         ranks_of = defaultdict(list)
         for rank in known:
@@ -73,14 +76,11 @@ class Places:
             named[_PLACES_NAMED:] = [f"others are at {len(named) - _PLACES_NAMED} more places"]
         return named
 
-    def _is_silent(self, rank: int) -> bool:
-        return self._block.silence_s(rank) >= _SILENT_BEATS * self._beat_s
-
     def _place_of(self, rank: int, record: RankRecord, step: int) -> str:
         where = record["where"] if record["step"] == step else f"{record['where']}, in step {record['step']}"
-        if has_ended(record["process"]):
+        if self._block.has_ended(rank):
             return f"has ended: its process {record['process']['pid']} is gone, last seen {where}"
-        if self._is_silent(rank):
+        if self._block.is_silent(rank, _SILENT_BEATS):
             return f"has not been heard of for {self._block.silence_s(rank):.0f} s, last seen {where}"
         return f"is {where}"
 

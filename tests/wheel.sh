@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes an sdist and a wheel to dist/. It builds both from the commit's files alone. It installs the wheel without an
-# index and without a compiler, into a fresh environment with torch, and runs the smoke test there, outside of the
+# Writes an sdist and a wheel to dist/. It builds the wheel from the sdist, which has no git. It installs the wheel without
+# an index and without a compiler, into a fresh environment with torch, and runs the smoke test there, outside of the
 # checkout. Usage: tests/wheel.sh PYTHON [ARGUMENT OF tools/wheel.py]...
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,8 +15,12 @@ mkdir dist
 echo "== sdist"
 "$python" -m pip install --quiet build
 "$python" -m build --sdist --no-isolation --outdir dist . > "$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
-echo "== wheel"
-"$python" tools/wheel.py "$@"
+echo "== wheel, from the sdist"
+source=build/wheels/sdist # not below $work: a build knows its folder, and repeats what has changed
+rm -rf "$source"
+mkdir -p "$source"
+tar -xzf dist/*.tar.gz -C "$source" --strip-components 1
+"$python" tools/wheel.py --source "$source" "$@"
 echo "== smoke test in a fresh environment with torch $torch"
 "$python" -m venv "$work/env"
 "$work/env/bin/pip" install --quiet "torch==$torch" numpy rich

@@ -38,8 +38,9 @@ def main() -> None:
     assert "site-packages" in str(folder), f"{folder} is not an installed package"
     assert (folder.parent / "py.typed").exists()
     assert folder.name == "torch_{}_{}".format(*torch.__version__.split(".")[:2]), folder
-    libraries = sorted(path.name for path in folder.parent.rglob("*.so*") if path.parent != folder.parent)
-    assert set(libraries) == {Path(_C.__file__).name}, f"expected modules alone, found {libraries}"
+    libraries = {str(path.relative_to(folder.parent)) for path in folder.parent.rglob("*.so*")}
+    modules = {f"{other.name}/{Path(_C.__file__).name}" for other in folder.parent.glob("torch_*")}
+    assert libraries == {"libdrivetrain_kernels.so", *modules}, f"found {libraries}, expected {modules} and kernels"
     param = torch.nn.Parameter(torch.ones(300))
     param.grad = torch.ones(300)
     drivetrain.optim.AdamW([param], lr=0.5, weight_decay=0.0).step()

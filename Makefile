@@ -21,7 +21,7 @@ IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker
 
 .PHONY: help train test test-native test-fake-cuda launches fake-cuda-defects faults doctor-faults cluster strangers crashes compare time-to-quality accuracy
 .PHONY: bench gpu-check gpu-wheels gpu-table
-.PHONY: check-cuda-build check-kernels doctor docs picture wheel format lint sanitize clean
+.PHONY: check-cuda-build check-kernels doctor docs picture wheel test-matrix release-check format lint sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## show this list; times are for two cores and begin after the build, which takes two to three minutes
@@ -113,8 +113,15 @@ docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are e
 picture: $(STAMPS)/test-tools ## draw the chart of README.md from benchmarks/results (a few seconds)
 	$(PYTHON) benchmarks/picture.py $(ARGS)
 
-wheel: $(STAMPS)/build-tools ## write a wheel for torch 2.11 to 2.14 and an sdist to dist/, and test the wheel in a fresh environment (25 minutes)
+wheel: $(STAMPS)/build-tools ## write a wheel for torch 2.11 to 2.14 and an sdist to dist/, and run README's commands on them (25 minutes)
 	tests/wheel.sh $(PYTHON) $(ARGS)
+
+test-matrix: ## install the wheel for the oldest and newest Python and torch, run a part of the suite in each (an hour; ARGS="--python 3.12")
+	python3 tests/matrix.py $(ARGS)
+
+release-check: $(ENV)/bin/python ## say what an upload of dist/ to the package index needs and lacks (a few seconds)
+	$(PYTHON) -m pip install --quiet packaging twine
+	$(PYTHON) tools/release.py $(ARGS)
 
 doctor: $(STAMPS)/built ## check this environment (a few seconds)
 	$(PYTHON) -m drivetrain doctor $(ARGS)

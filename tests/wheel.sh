@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Writes an sdist and a wheel to dist/. It builds the wheel from the sdist, which has no git. It installs the wheel without
-# an index and without a compiler, into a fresh environment with torch, and runs the smoke test there, outside of the
-# checkout. Usage: tests/wheel.sh PYTHON [ARGUMENT OF tools/wheel.py]...
+# Writes an sdist and a wheel to dist/. It builds the wheel from the sdist, which has no git. Then it runs both blocks of
+# README's "Install" in fresh environments: the first installs the wheel, with dist/ as the only index and without a
+# compiler; the second builds from the checkout. Usage: tests/wheel.sh PYTHON [ARGUMENT OF tools/wheels.py]...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -20,15 +20,20 @@ source=build/wheels/sdist # not below $work: a build knows its folder, and repea
 rm -rf "$source"
 mkdir -p "$source"
 tar -xzf dist/*.tar.gz -C "$source" --strip-components 1
-"$python" tools/wheel.py --source "$source" "$@"
-echo "== smoke test in a fresh environment with torch $torch"
+"$python" tools/wheels.py --source "$source" "$@"
+block() { # number of a shell block of README's "Install"
+  awk -v wanted="$1" '/^## /{on = /^## Install/} /^```/{inside = 0} inside && count == wanted; on && /^```bash/{count++; inside = 1}' README.md
+}
+echo "== README: from the index, with torch $torch"
 "$python" -m venv "$work/env"
 "$work/env/bin/pip" install --quiet "torch==$torch" numpy rich
 begin=$(date +%s)
-PATH="$work/env/bin" CXX=/nonexistent "$work/env/bin/pip" install --quiet --no-index --find-links dist drivetrain
-(cd "$work" && PATH="$work/env/bin" "$work/env/bin/drivetrain" doctor)
+PATH="$work/env/bin" CXX=/nonexistent PIP_NO_INDEX=1 PIP_FIND_LINKS="$PWD/dist" /bin/bash -ec "$(block 1)"
 echo "installed and checked in $(($(date +%s) - begin)) s"
 "$work/env/bin/pip" check
 smoke=$PWD/tests/wheel_smoke.py
 (cd "$work" && "$work/env/bin/python" "$smoke")
+echo "== README: from a checkout"
+"$python" -m venv "$work/checkout"
+VIRTUAL_ENV="$work/checkout" PATH="$work/checkout/bin:$PATH" /bin/bash -ec "$(block 2)"
 ls -l dist

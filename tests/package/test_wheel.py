@@ -1,4 +1,4 @@
-"""Tests of wheels that serve several releases of torch: how tools/wheel.py merges them, and how an import takes one."""
+"""Tests wheels for several releases of torch: how tools/wheels.py merges them, and which module an import takes."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ MINOR = "_".join(["torch", *torch.__version__.split(".")[:2]])
 
 @pytest.fixture(scope="module")
 def wheel(repository: Path) -> ModuleType:
-    return file_module(repository / "tools/wheel.py")
+    return file_module(repository / "tools/wheels.py")
 
 
 def unpacked(folder: Path, release: str, version: str) -> Path:
@@ -58,6 +58,32 @@ def test_wheels_of_different_sources_are_not_merged(wheel: ModuleType, tmp_path:
     parts = {"2.13.0": unpacked(tmp_path, "2.13.0", "0.1"), "2.14.1": unpacked(tmp_path, "2.14.1", "0.2")}
     with pytest.raises(ValueError, match=r"__init__\.py of torch 2\.14\.1 differs from the first wheel's"):
         wheel.merge(parts, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "fault"),
+    [
+        ("int answer() { return 42; }", ["-Wl,-z,noexecstack"], None),
+        ("int answer() { return 42; }", ["-Wl,-z,execstack"], "small.so asks for an executable stack"),
+        ("int answer() { return 42; }", ["-g"], "small.so has debug information"),
+        ("int answer() { return 42; }", ["-Wl,-rpath,/opt/lib"], "small.so looks for libraries in /opt/lib"),
+        (
+            "namespace at { int answer() { return 42; } }",
+            [],
+            "small.so defines 1 symbols of torch, such as at::answer()",
+        ),
+    ],
+)
+def test_what_a_published_wheel_must_not_have_is_named(
+    wheel: ModuleType, tmp_path: Path, code: str, options: list[str], fault: str | None
+) -> None:
+    (tmp_path / "small.cpp").write_text(code)
+    content = tmp_path / "content"
+    content.mkdir()
+    command = ["g++", "-shared", "-fPIC", *options, tmp_path / "small.cpp", "-o", content / "small.so"]
+    subprocess.run(command, check=True, timeout=60)
+    found = wheel.faults(Path(shutil.make_archive(str(tmp_path / "one"), "zip", content)))
+    assert [each[: len(fault)] for each in found] == [fault] if fault else not found
 
 
 def import_from_wheel(folder: Path, minor: str) -> subprocess.CompletedProcess[str]:

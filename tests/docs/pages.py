@@ -8,6 +8,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HIDDEN = "test-setup"  # the language of Python that readers do not see
 _SETUP = re.compile(r"^<!-- test-setup\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,9 +32,9 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Reads the blocks of a page, in order. A hidden comment `test-setup` counts as a block of Python."""
+    """Reads the blocks of a page, in order. A hidden comment `test-setup` counts as a block of that language."""
     text = page.read_text()
-    found = [(match, "python") for match in _SETUP.finditer(text)]
+    found = [(match, HIDDEN) for match in _SETUP.finditer(text)]
     found += [(match, match.group(1)) for match in _FENCE.finditer(text)]
     found.sort(key=lambda each: each[0].start())
     groups = [(match, language, match.lastindex or 0) for match, language in found]

@@ -1,4 +1,4 @@
-"""Executes the Python blocks of pages, each page in its own namespace, as the only rank of a process group.
+"""Executes the Python blocks of pages, each page in its own namespace and folder, as the only rank of a launcher.
 
 python run_blocks.py PAGE...    prints a JSON object: the traceback of each page that failed
 """
@@ -12,9 +12,11 @@ import tempfile
 import traceback
 from pathlib import Path
 
+os.environ |= {"HF_HUB_OFFLINE": "1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
 import torch
 import torch.distributed as dist
-from pages import blocks
+from pages import HIDDEN, blocks
 
 import drivetrain
 
@@ -23,7 +25,7 @@ def run(page: Path) -> str:
     """Runs the blocks of a page in order and returns the traceback of the first failure, or an empty string."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
-        if block.language != "python":
+        if block.language not in ("python", HIDDEN):
             continue
         # Leading newlines make the traceback show the page's line numbers.
         source = "\n" * (block.line - 1) + block.text
@@ -39,14 +41,14 @@ def main() -> None:
     pages = [Path(argument).resolve() for argument in sys.argv[1:]]
     torch.set_num_threads(1)
     failures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for page in pages:
+    for page in pages:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
             failures[str(page)] = run(page)
-            drivetrain.uninstall()
-        dist.destroy_process_group()
-        os.chdir("/")
+            os.chdir("/")
+        drivetrain.uninstall()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     print(json.dumps(failures))
 
 

@@ -8,24 +8,23 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pages import REPOSITORY, Block, blocks, pages
+from pages import HIDDEN, REPOSITORY, Block, blocks, pages
 
 from drivetrain.checkpointing import Store
 from drivetrain.cli import whole_parser
-from warm_python import warm_python
+from warm_python import warm_environ, warm_python
 
-ALL_BLOCKS = [
-    pytest.param(page, block, id=f"{page.relative_to(REPOSITORY)}-{block.line}")
-    for page in pages()
-    for block in blocks(page)
-]
-LANGUAGES = {"python", "bash", "diff", "text", "mermaid"}
+NAMES = {page: str(page.relative_to(REPOSITORY)) for page in pages()}
+ALL_BLOCKS = [pytest.param(page, block, id=f"{NAMES[page]}-{block.line}") for page in NAMES for block in blocks(page)]
+each_page = pytest.mark.parametrize("page", NAMES, ids=NAMES.get)
+LANGUAGES = {HIDDEN, "python", "bash", "diff", "text", "mermaid"}
 # These commands are not drivetrain's, so their arguments are not checked.
 OTHERS = {"cd", "docker", "eval", "git", "pkill", "pre-commit"}
 # These commands of drivetrain take a moment, and need at most a checkpoint in runs/gpt.
@@ -54,9 +53,21 @@ def failures() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(REPOSITORY)))
+@each_page
 def test_python_blocks_run(failures: dict[str, str], page: Path) -> None:
     assert not failures[str(page)], failures[str(page)]
+
+
+@pytest.mark.parametrize("page", [page for page in NAMES if "```python\n" in page.read_text()], ids=NAMES.get)
+def test_first_python_block_runs_alone(page: Path, tmp_path: Path) -> None:
+    """A reader pastes what the page shows into a new Python, or saves it if the next block starts it with torchrun."""
+    shown = [block for block in blocks(page) if block.language != HIDDEN]
+    first, following = next(pair for pair in pairwise([*shown, shown[-1]]) if pair[0].language == "python")
+    (tmp_path / "train.py").write_text(first.text)
+    words = lines_of(following)[0] if following.text.startswith("torchrun") else ["", "train.py"]
+    command = [warm_python(), *(["-m", "torch.distributed.run", "--standalone"] if words[0] else []), *words[1:]]
+    run = subprocess.run(command, env=warm_environ(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize(("page", "block"), ALL_BLOCKS)

@@ -106,7 +106,7 @@ def examine(row: Row, python: Path, wheels: Path, folder: Path) -> None:
     run(*pip, *only_wheels, "drivetrain", log=log, limit=300, PATH=str(own.parent), CXX="/nonexistent")
     run(own, "-m", "drivetrain", "doctor", log=log, limit=300)
     row.install = time.monotonic() - begin
-    run(*pip, "--find-links", wheels, f"torch=={row.torch}", "drivetrain[test]", log=log, limit=3600)
+    run(*pip, "--find-links", wheels, f"torch=={row.torch}", "drivetrain[test]", "torchdata>=0.10", log=log, limit=3600)
     run(own, tests / "wheel_smoke.py", log=log, limit=600)
     files = [tests / file for files in PARTS.values() for file in files]
     options = ("-q", "-n", "2", "--dist", "loadfile", "-m", "not sanitizer", "-c", REPOSITORY / "pyproject.toml")

@@ -36,6 +36,8 @@ _PASSED_ON = (
     *("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# `import drivetrain` imports these when they are first used.
+_LATE = [f"drivetrain.{name}" for name in ("budget", "data", "grad.fuse_wgrad", "planner", "recompute", "swap")]
 _programs: dict[tuple[str, ...], str] = {}
 
 
@@ -62,7 +64,7 @@ def warm_context() -> Any:
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "drivetrain", "pytest"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", *_LATE, "pytest"])
     return context
 
 
@@ -334,8 +336,6 @@ if __name__ == "__main__":
     import numpy  # noqa: F401
     import torch._dynamo  # noqa: F401 - torch's optimizers import it on first use, which takes more than a second
 
-    import drivetrain  # noqa: F401
-
-    for name in sys.argv[3:]:
+    for name in (*_LATE, *sys.argv[3:]):
         importlib.import_module(name)
     _become(_serve(socket.socket(fileno=int(sys.argv[1])), facts))

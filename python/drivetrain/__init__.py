@@ -1,11 +1,25 @@
-"""Provides DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts."""
+"""Provides DistributedDataParallel and fused optimizers that drop into existing PyTorch training scripts.
+
+Every public name is imported when it is first used. `import drivetrain` checks the system and torch's version, and does
+not import torch, so that the command line answers at once.
+"""
 
 import platform
-from importlib.metadata import version
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+
+def _torch_version() -> str:
+    """Returns the version of torch, without an import of torch where its metadata is installed."""
+    if "torch" not in sys.modules:
+        try:
+            return version("torch")
+        except PackageNotFoundError:
+            pass  # a build of torch may come without metadata
+    return str(import_module("torch").__version__)
 
 
 def _check_system(system: str = platform.system()) -> None:
@@ -23,7 +37,7 @@ def _check_system(system: str = platform.system()) -> None:
         )
 
 
-def _add_module_for(running: str = torch.__version__, folder: Path = Path(__file__).parent) -> None:
+def _add_module_for(running: str, folder: Path = Path(__file__).parent) -> None:
     """Makes the native module for the running torch importable, if this package comes from a wheel.
 
     A wheel has one module for each release of torch that it serves, in folders such as torch_2_13. A package that was
@@ -50,12 +64,7 @@ def _add_module_for(running: str = torch.__version__, folder: Path = Path(__file
     __path__.append(str(folder / wanted))
 
 
-_check_system()
-_add_module_for()
-from . import _build_info  # noqa: E402
-
-
-def _check_torch(running: str = torch.__version__, built: str = _build_info.TORCH_VERSION) -> None:
+def _check_torch(running: str, built: str) -> None:
     """Checks that both versions have the same major and minor numbers.
 
     Args:
@@ -74,23 +83,41 @@ def _check_torch(running: str = torch.__version__, built: str = _build_info.TORC
         )
 
 
-_check_torch()  # must run first: with another torch, the native module would fail with an undefined symbol
+_check_system()
+_add_module_for(_torch_version())
+from . import _build_info  # noqa: E402
 
-from . import amp, data, optim  # noqa: E402
-from .budget import activation_budget  # noqa: E402
-from .ddp import DistributedDataParallel  # noqa: E402
-from .ddp.accumulate import accumulate  # noqa: E402
-from .grad.fuse_wgrad import fuse_wgrad  # noqa: E402
-from .grad.main_grads import float32_grad, main_grads  # noqa: E402
-from .optim import clip_grad_norm_  # noqa: E402
-from .planner import plan  # noqa: E402
-from .recompute import checkpoint  # noqa: E402
-from .swap import install, uninstall  # noqa: E402
+_check_torch(_torch_version(), _build_info.TORCH_VERSION)
 
 if TYPE_CHECKING:
+    from . import amp, checkpointing, data, monitor, optim, planner
+    from .budget import activation_budget
+    from .ddp import DistributedDataParallel
+    from .ddp.accumulate import accumulate
+    from .grad.fuse_wgrad import fuse_wgrad
+    from .grad.main_grads import float32_grad, main_grads
     from .monitor import Monitor
+    from .optim import clip_grad_norm_
+    from .planner import plan
+    from .recompute import checkpoint
+    from .swap import install, uninstall
 
 __version__ = version("drivetrain")
+_MODULE_OF = {
+    "DistributedDataParallel": "ddp",
+    "Monitor": "monitor",
+    "accumulate": "ddp.accumulate",
+    "activation_budget": "budget",
+    "checkpoint": "recompute",
+    "clip_grad_norm_": "optim",
+    "float32_grad": "grad.main_grads",
+    "fuse_wgrad": "grad.fuse_wgrad",
+    "install": "swap",
+    "main_grads": "grad.main_grads",
+    "plan": "planner",
+    "uninstall": "swap",
+}
+_PACKAGES = ("amp", "checkpointing", "data", "monitor", "optim", "planner")
 __all__ = [
     "DistributedDataParallel",
     "Monitor",
@@ -99,22 +126,36 @@ __all__ = [
     "activation_budget",
     "amp",
     "checkpoint",
+    "checkpointing",
     "clip_grad_norm_",
     "data",
     "float32_grad",
     "fuse_wgrad",
     "install",
     "main_grads",
+    "monitor",
     "optim",
     "plan",
+    "planner",
     "uninstall",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports Monitor when it is first used."""
-    if name == "Monitor":
-        from .monitor import Monitor
+    """Imports what has the name."""
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    elif name in _PACKAGES:
+        value = import_module(f"{__name__}.{name}")
+    elif name == "_C":
+        torch = import_module("torch")  # loads the libraries that the module needs
+        _check_torch(torch.__version__, _build_info.TORCH_VERSION)
+        value = import_module(f"{__name__}._C")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
-        return Monitor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,40 +1,6 @@
 """Implements `drivetrain bench`, which measures optimizers, DDP and all-reduce against torch on this machine."""
 
 import argparse
-from pathlib import Path
-
-HELP = """Measures drivetrain against torch and prints one table per topic.
-
-Both sides run interleaved in one process. A row shows medians, the median of the paired ratios and its 95 % bootstrap
-interval. The last column shows if the project's own target was met."""
-_TOPICS = {
-    "all": "optim, ddp and comm (the default)",
-    "optim": "steps of optimizers on the CPU",
-    "ddp": "DistributedDataParallel on 2 CPU ranks",
-    "comm": "all-reduce between CPU ranks of this machine",
-    "allreduce": "every transport by size, in the columns of nccl-tests; also under torchrun",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments to its parser."""
-    parser.description = HELP
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.set_defaults(topic="all", threads=2, rounds=31, json=None)
-    topics = parser.add_subparsers(dest="topic", metavar="TOPIC")
-    for topic, summary in _TOPICS.items():
-        one = topics.add_parser(topic, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        if topic in ("all", "optim"):
-            one.add_argument("--threads", type=int, default=2, help="CPU threads of a process (default: 2)")
-        if topic != "allreduce":
-            one.add_argument("--rounds", type=int, default=31, help="timed rounds per row (default: 31)")
-        one.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
-        if topic == "allreduce":
-            one.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks without torchrun (default: 2)")
-            one.add_argument("--transport", metavar="NAME", help="measure this one only")
-            one.add_argument("--minbytes", default="1KiB", metavar="BYTES", help="smallest buffer (1KiB)")
-            one.add_argument("--maxbytes", default="64MiB", metavar="BYTES", help="largest buffer (64MiB)")
-            one.add_argument("--stepfactor", type=int, default=4, help="between two sizes (default: 4)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any, cast
+from typing import cast
 
-# Each command's module is imported only when the command runs, so that other commands start faster.
+from . import arguments
+
+# A command's module is imported only when the command runs: most import torch, which takes more than a second.
 _COMMANDS = {
     "run": ("drivetrain.cli.run", "run an unedited training script on drivetrain"),
     "bench": ("drivetrain.bench", "measure against torch on this machine"),
@@ -41,24 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: The arguments contain `--help` or `--version`, or are wrong, or the script of `run` exits.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command = next((argument for argument in arguments if not argument.startswith("-")), None)
-    args = _parser([command] if command else []).parse_args(arguments)
-    handler = cast(Callable[[argparse.Namespace], int], _command_module(args.command).run)
+    args = whole_parser().parse_args(argv)
+    handler = cast(Callable[[argparse.Namespace], int], import_module(_COMMANDS[args.command][0]).run)
     return handler(args)
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Builds the parser with the arguments of every command, for tools such as shtab, which completes it in shells."""
-    return _parser(_COMMANDS)
-
-
-def _command_module(command: str) -> Any:
-    return import_module(_COMMANDS[command][0])
-
-
-def _parser(with_arguments: Sequence[str] | dict[str, tuple[str, str]]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    """Builds the parser with the arguments of every command; shtab reads it to complete commands in shells."""
+    parser = arguments.Parser(
         prog="drivetrain",
         description="DistributedDataParallel and optimizers for existing PyTorch scripts.",
         epilog=_EXAMPLES,
@@ -68,6 +59,5 @@ def _parser(with_arguments: Sequence[str] | dict[str, tuple[str, str]]) -> argpa
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, (_, summary) in _COMMANDS.items():
         subparser = commands.add_parser(command, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        if command in with_arguments:
-            _command_module(command).add_arguments(subparser)
+        getattr(arguments, f"of_{command}")(subparser)
     return parser

@@ -24,37 +24,6 @@ from ..notebook import text_table
 _EXPORT_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors", "dcp": ""}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments to its parser."""
-    parser.add_argument("action", choices=["ls", "verify", "show", "export", "gc"], help="what to do")
-    parser.add_argument("directory", type=Path, help="the directory that the run saves to")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="this checkpoint (default: all; show, export: the newest)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="for export: a new file, .pt for torch.load or .safetensors for tensors alone; a new folder for dcp",
-    )
-    parser.add_argument(
-        "--format",
-        choices=list(_EXPORT_SUFFIXES),
-        help="for export: what reads it (default: by the ending of --out); dcp: torch.distributed.checkpoint",
-    )
-    parser.add_argument("--rank", type=int, help="for export and show: the tensors of this rank alone")
-    parser.add_argument("--keep", type=int, metavar="N", help="for gc: also delete all but the newest N checkpoints")
-    parser.add_argument(
-        "--damaged", action="store_true", help="for gc: also delete checkpoints that `ls` calls damaged"
-    )
-    keys = parser.add_mutually_exclusive_group()
-    keys.add_argument("--key-file", type=Path, metavar="FILE", help="keys of encrypted checkpoints, one per line")
-    keys.add_argument("--key-env", metavar="NAME", help="the environment variable that has the keys")
-    parser.add_argument(
-        "--accept-plain", action="store_true", help="with a key: also read checkpoints that are not encrypted"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the action. Returns 0, or 1 if something is damaged, or 2 if the arguments are wrong."""
     actions = {"ls": _list, "verify": _verify, "show": _show, "export": _export, "gc": _collect}

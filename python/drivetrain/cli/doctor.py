@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import math
 import os
 import platform
 import re
@@ -34,26 +33,6 @@ from drivetrain.cli.ranks import Meeting
 _STYLES = {"PASS": "green", "--": "dim", "WARN": "bold yellow", "FAIL": "bold red"}
 _LEAST_CAPABILITY = (8, 0)  # of a GPU, for the kernels
 _REBUILD = "build drivetrain again: pip install --no-build-isolation --force-reinstall --no-deps ."
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `doctor`."""
-    parser.epilog = "Under torchrun (torchrun ... -m drivetrain doctor) rank 0 prints for all ranks."
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="test the directory that checkpoints go to")
-    parser.add_argument(
-        "--timeout", type=_seconds, default=20.0, metavar="S", help="seconds to wait for ranks (default 20)"
-    )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
-    return seconds
 
 
 def run(args: argparse.Namespace) -> int:

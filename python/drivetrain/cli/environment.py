@@ -17,11 +17,6 @@ _PACKAGES = ("accelerate", "transformers", "bitsandbytes", "pytest")  # torch's 
 _VARIABLES = ("DRIVETRAIN_", "OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "MALLOC_")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares that `env` has no arguments."""
-    parser.epilog = "Paste the output into a bug report. `drivetrain doctor` checks what this command only lists."
-
-
 def run(_: argparse.Namespace) -> int:
     """Prints drivetrain's versions and settings, and torch's report of the system. Returns 0."""
     facts = {

@@ -11,14 +11,6 @@ if TYPE_CHECKING:
     from ..monitor import Summary
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments to its parser."""
-    parser.epilog = "`watch drivetrain monitor run.jsonl` follows a run that is in progress."
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="JSONL files of drivetrain.Monitor; several are compared"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints the tables. Returns 0, or 2 if a file is wrong."""
     from ..monitor.summary import compare, names_of

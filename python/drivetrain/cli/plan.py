@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,57 +16,6 @@ if TYPE_CHECKING:
 
 _PROCESS_S = 600  # limit of the plan of one batch size
 _SAME_NAMES = ("shard", "accumulate", "state_bits", "master_bits", "release", "expandable")  # as of Options
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments to its parser. Options may stand before or after the script."""
-    parser.usage = "drivetrain plan [-h] [OPTION]... script.py [OPTION or ARGUMENT]... [-- ARGUMENT...]"
-    parser.epilog = "Options may follow the script. Options unknown to plan, and all after --, belong to the script."
-    parser.allow_abbrev = False  # options like plan's may be the script's
-    _add_options(parser)
-    parser.add_argument("script", help="path of the script")
-    plain = parser.parse_known_args
-
-    def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        given = list(args or ())
-        end = given.index("--") if "--" in given else len(given)
-        namespace, others = plain(given[:end], namespace)
-        namespace.arguments = [*others, *given[end + 1 :]]
-        return namespace, []
-
-    # argparse itself cannot tell "script.py --" from "script.py".
-    parser.parse_known_args = parse  # type: ignore[method-assign]
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu", default="h100", metavar="NAME", help="device of the table, or cpu (default: h100)")
-    parser.add_argument(
-        "--gpus", type=_layout, default=(1, 1), metavar="HOSTSxGPUS", help="such as 8x8, or 8 (default: 1)"
-    )
-    parser.add_argument("--batch", type=_count, metavar="N", help="batch size of every DataLoader, per rank")
-    parser.add_argument("--budget", metavar="BYTES", help="most bytes of activations kept for backward, such as 20GiB")
-    parser.add_argument(
-        "--accumulate", type=_count, default=1, metavar="N", help="micro-batches of a step (default: 1)"
-    )
-    parser.add_argument("--shard", choices=["optimizer", "gradients"], help="divide these among the ranks")
-    parser.add_argument("--state-bits", type=int, choices=[32, 16, 8], help="format of optimizer states")
-    parser.add_argument("--master-bits", type=int, choices=[32, 24], help="format of master weights")
-    parser.add_argument("--release", action="store_true", help="free each gradient in backward")
-    parser.add_argument("--expandable", action="store_true", help="use expandable segments of CUDA's allocator")
-    parser.add_argument("--devices", type=Path, metavar="FILE", help="TOML file with more devices")
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="with --gpu cpu: measure operations and the script's iterations here, for a minute at most",
-    )
-    parser.add_argument("--price", type=Path, metavar="FILE", help="TOML file with your prices")
-    parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps of the run, for its time and price")
-    parser.add_argument("--questions", action="store_true", help="also say what fits, and which options help")
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="JSONL file of drivetrain.Monitor: print the errors"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory over the step as .svg or .png")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -244,16 +190,3 @@ def _answer(plan: Plan, args: argparse.Namespace) -> None:
         print(f"\nwrote {args.plot}")
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
-    return int(text)
-
-
-def _layout(text: str) -> tuple[int, int]:
-    matched = re.fullmatch(r"(?:(\d+)x)?(\d+)", text)
-    if matched is None or not int(matched[2]) or matched[1] == "0":
-        raise argparse.ArgumentTypeError(f"'{text}' is not HOSTSxGPUS, such as 8x8, or a number of GPUs of one host")
-    return int(matched[1] or 1), int(matched[2])

@@ -11,7 +11,9 @@ import torch
 
 from drivetrain import amp as _amp
 from drivetrain import optim as _optim
+from drivetrain import spawned as _spawned
 from drivetrain.ddp import distributed as _ddp
+from drivetrain.ddp.values import check_values as _check_values
 from drivetrain.optim import kept as _kept
 
 
@@ -85,6 +87,8 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     attribute, in a container, or in a subclass made earlier. Objects built earlier keep their class and are no
     instances of ours. Call this before you build models and optimizers.
 
+    Processes that multiprocessing or torch.multiprocessing starts later install the same.
+
     A second call adds to the first. Its defaults replace defaults of the same name.
 
     Args:
@@ -98,6 +102,8 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
 
     Raises:
         TypeError: DistributedDataParallel does not take one of the defaults. Nothing has been rebound then.
+        ValueError: It does not take the value of one of the defaults. Nothing has been rebound then.
+        NotImplementedError: Two of the defaults do not go together. Nothing has been rebound then.
     """
     _check_defaults(ddp_defaults)
     _ddp.defaults.update(ddp_defaults)
@@ -116,6 +122,7 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
             holder.namespace[holder.alias] = swap.ours
             _rebound.append((holder, swap))
             names.append(str(holder))
+    _spawned.follow("drivetrain.swap:install", optim=bool(_kept.in_place_of), **_ddp.defaults)
     return names
 
 
@@ -132,18 +139,10 @@ def uninstall() -> None:
     for holder, swap in _holders([(swap.ours, swap) for swap in {swap for _, swap in _rebound}]):
         if holder.module_name.partition(".")[0] == "torch":
             holder.namespace[holder.alias] = swap.original
+    _spawned.unfollow("drivetrain.swap:install")
     _rebound.clear()
     _kept.in_place_of.clear()
     _ddp.defaults.clear()
-
-
-def names_bound_to_ours() -> list[str]:
-    """Returns the globals outside drivetrain that are one of our replacements now, as "module.name"."""
-    return [
-        str(holder)
-        for holder, _ in _holders([(swap.ours, swap) for swap in (_DDP_SWAP, *_OPTIMIZER_SWAPS)])
-        if holder.module_name.partition(".")[0] != "drivetrain"
-    ]
 
 
 def _check_defaults(ddp_defaults: dict[str, object]) -> None:
@@ -155,6 +154,7 @@ def _check_defaults(ddp_defaults: dict[str, object]) -> None:
                 f"install() got '{name}', which DistributedDataParallel has no default for; "
                 f"it takes: {', '.join(valid)}"
             )
+    _check_values(ddp_defaults)
 
 
 def _holders(wanted: list[tuple[object, _Replacement]]) -> Iterator[tuple[_Holder, _Replacement]]:

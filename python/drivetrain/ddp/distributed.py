@@ -12,9 +12,8 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from .. import parameter_names
 from ..grad import main_grads
-from . import hang_reports, sharding
+from . import hang_reports, parameter_names, sharding
 from . import transport as transports
 from .bucket_plan import BucketPlan, bucket_caps, describe_plan, first_caps_of_torch, obstacle_to_planning
 from .consistency import (
@@ -31,6 +30,7 @@ from .gradient_check import SkippedSteps, checked_mode, set_gradient_check
 from .groups import ReducesOverGroups, left_out, parts_of
 from .logger import Logger
 from .reducer import Reducer, announce
+from .values import check_values
 
 __all__ = ["DistributedDataParallel", "checked_weight", "defaults"]
 
@@ -163,9 +163,7 @@ class DistributedDataParallel(ReducesOverGroups):
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
         _refuse_unknown(changed)
-        if check_replicas_every < 0:
-            raise ValueError(f"check_replicas_every is {check_replicas_every}, expected a number of steps, or 0: never")
-        sharding.check(shard, shard_group, changed)
+        check_values(changed)
         parts = parts_of(module, expert_groups, changed)
         self._shard, self._shard_group = shard, shard_group
         self._transport = transports.requested(transport)

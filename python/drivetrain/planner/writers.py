@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeGuard
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..after_import import AfterImport
 from .shadow import Shadow, rebind
 
 # Functions and methods of native code that open a file by its name: module, name, position of the file, its argument.
@@ -75,7 +73,7 @@ def begin(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) ->
     # TensorBoard then writes by Python, also where TensorFlow is installed.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     rebind(functions)
-    finder = _AfterImport(by_module)
+    finder = AfterImport(by_module)
     sys.meta_path.insert(0, finder)
     finder.apply_to_loaded()
 
@@ -257,38 +255,3 @@ def _disable_wandb(wandb: Any) -> None:
     """Switches W&B to its own mode that neither writes nor connects."""
     plain = wandb.init
     wandb.init = lambda *args, **kwargs: plain(*args, **{**kwargs, "mode": "disabled"})
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls functions with a module once it has been imported."""
-
-    def __init__(self, by_module: dict[str, list[Callable[[ModuleType], None]]]) -> None:
-        self._by_module = by_module
-
-    def apply_to_loaded(self) -> None:
-        for name in list(self._by_module):
-            if name in sys.modules:
-                self._apply(name, sys.modules[name])
-
-    def _apply(self, name: str, module: ModuleType) -> None:
-        for function in self._by_module.pop(name, ()):
-            function(module)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in self._by_module:
-            return None
-        functions = self._by_module.pop(fullname)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        plain = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            plain(module)
-            for function in functions:
-                function(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -63,7 +63,8 @@ def accumulate(
             optimizer of drivetrain.optim clips inside its step.
 
     Raises:
-        ValueError: `steps` is below 1, or an optimizer of Accelerate has a scaler that is not passed.
+        ValueError: `steps` is below 1, an optimizer has no parameter of the model, or an optimizer of Accelerate has
+            a scaler that is not passed.
         TypeError: An optimizer is not a torch.optim.Optimizer.
         NotImplementedError: The model is wrapped into another parallel class than drivetrain's. Or an optimizer steps
             in backward and there is a wrapper, a scaler or max_grad_norm.
@@ -98,6 +99,13 @@ class Window:
                 )
         self._optimizers = [unwrapped(one, "optimizer", torch.optim.Optimizer) for one in given]
         self._ddp = cast(DistributedDataParallel | None, wrapper_in(model, "drivetrain.accumulate()"))
+        of_model = set(map(id, model.parameters()))
+        for index, one in enumerate(self._optimizers):
+            params = [param for group in one.param_groups for param in group["params"]]
+            if of_model.isdisjoint(map(id, params)):
+                raise ValueError(
+                    f"optimizer[{index}], a {type(one).__name__}, has no parameter of the model: pass its own."
+                )
         self._steps = steps
         self._scaler = scaler
         # A framework's scheduler steps only after the framework's own optimizer step.

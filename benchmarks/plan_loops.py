@@ -1,6 +1,6 @@
 """Compares planned with measured times of loops and of the scripts in tests/planner/scripts, which run for longer here.
 
-Each runs under `drivetrain run --monitor` and under `drivetrain plan --calibrate --compare`, as users run it.
+Each runs under `drivetrain run --with-monitor` and under `drivetrain plan --calibrate --compare`, as users run it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def errors_of(name: str, threads: int, rounds: int, cache: str) -> list[tuple[fl
             for folder in folders:  # each run begins with the same files
                 shutil.rmtree(folder)
                 shutil.copytree(original, folder)
-            run(folders[0], "-m", "drivetrain", "run", "--monitor", "--monitor-to", "jsonl:../run.jsonl", script)
+            run(folders[0], "-m", "drivetrain", "run", "--with-monitor", "--monitor-to", "jsonl:../run.jsonl", script)
             planned = ["-m", "drivetrain", "plan", "--gpu", "cpu", "--calibrate", "--compare", "../run.jsonl", script]
             output = run(folders[1], *planned)
             (Path(place) / "run.jsonl").unlink()

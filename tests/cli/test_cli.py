@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -9,15 +10,17 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 
 import drivetrain
 from drivetrain import _C, _build_info
-from drivetrain.cli import doctor, main
+from drivetrain.cli import doctor, main, whole_parser
 from drivetrain.cli.doctor import covers, driver_problem
 from ports import free_port
 from warm_python import warm_python
@@ -56,6 +59,58 @@ def test_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().out
     assert said.startswith(" ".join(("usage: drivetrain", *command)))
     assert command or "torchrun --nproc-per-node 2 -m drivetrain run train.py" in said
+
+
+def test_help_imports_no_torch() -> None:
+    """torch's import takes more than a second, which shells would wait for at each completion."""
+    code = (
+        "import contextlib, io, sys\nfrom drivetrain.cli import _COMMANDS, main\n"
+        "for words in (['--version'], ['--help'], *([command, '--help'] for command in _COMMANDS), ['bench', 'no']):\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "        main(words)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from (option for option in action.option_strings if option.startswith("--"))
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from options_of(command)
+
+
+def test_no_option_is_the_beginning_of_one_of_torchruns() -> None:
+    """torchrun refuses "-m drivetrain run --monitor" because it has two spellings of --monitor-interval."""
+    theirs = torch.distributed.run.get_args_parser()._option_string_actions
+    ours = set(options_of(whole_parser())) - {"--help"}
+    assert "--with-monitor" in ours
+    assert not [(own, option) for own in ours for option in theirs if option.startswith(own)]
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (("bnech",), "bench"),
+        (("bench", "optimm"), "optim"),
+        (("doctor", "--jsn"), "--json"),
+        (("run", "--with-monitr", "a.py"), "--with-monitor"),
+    ],
+)
+def test_a_misspelled_word_gets_the_nearest(
+    words: tuple[str, ...], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"Did you mean {near}?" in capsys.readouterr().err
+
+
+def test_a_number_of_rounds_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "optim", "--rounds", "0"])
+    assert "argument --rounds: '0' is not a whole number of 1 or more" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,13 +201,12 @@ def test_run_looks_like_python_to_the_script(script: Path, target: tuple[str, ..
     ids=["exception", "exit-code", "exit-text", "interrupt", "cause", "syntax"],
 )
 def test_run_ends_as_python_does(tmp_path: Path, body: str) -> None:
-    """The exit code and stderr without the report equal python's, so tracebacks show no frame of drivetrain."""
+    """No report follows the error, and tracebacks show no frame of drivetrain."""
     path = tmp_path / "script.py"
     path.write_text(body)
     expected, done = _python(str(path)), _cli("run", str(path))
     assert done.returncode == expected.returncode
-    said = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("drivetrain run: "))
-    assert said == expected.stderr
+    assert done.stderr == expected.stderr
 
 
 def test_run_dies_of_a_signal_as_python_does(tmp_path: Path) -> None:
@@ -170,7 +224,13 @@ def test_run_without_a_script_that_exists(tmp_path: Path, target: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    ("option", "complaint"), [("bucket_cap=1", "it takes: .*bucket_cap_mb"), ("bucket_cap_mb", "not NAME=VALUE")]
+    ("option", "complaint"),
+    [
+        ("bucket_cap=1", "it takes: .*bucket_cap_mb"),
+        ("bucket_cap_mb", "not NAME=VALUE"),
+        ("shard=bogus", "shard is 'bogus', expected one of"),
+        ("transport=bogus", "transport is 'bogus', expected one of"),
+    ],
 )
 def test_run_refuses_wrong_defaults(tmp_path: Path, option: str, complaint: str) -> None:
     path = tmp_path / "script.py"
@@ -191,8 +251,18 @@ def test_run_passes_defaults_and_reports_that_nothing_was_wrapped(tmp_path: Path
         "gradient_as_bucket_view": True,
         "forward_sync_buffers": None,
     }
-    assert "no model was wrapped" in done.stderr
-    assert "print(type(model))" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "one process, which built no DistributedDataParallel" in done.stderr
+    many = _cli("run", str(path), WORLD_SIZE="2")
+    assert "no model was wrapped. To check, print(type(model))" in many.stderr
+
+
+def test_run_names_its_options_that_follow_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import sys\nprint(sys.argv[1:])")
+    done = _cli("run", str(path), "--optim", "adam", "--lr=1")
+    assert done.stdout == "['--optim', 'adam', '--lr=1']\n"
+    assert f"passed --optim to {path}. For drivetrain, write it before the script." in done.stderr
 
 
 def test_only_rank_0_reports(tmp_path: Path) -> None:
@@ -228,6 +298,45 @@ def test_run_follows_into_child_processes(tmp_path: Path, start_method: str) -> 
     done = _cli("run", str(path), start_method, str(free_port()))
     assert done.returncode == 0, done.stderr
     assert "Process-1: wrapped: Linear (" in done.stderr
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_install_follows_into_child_processes(tmp_path: Path, start_method: str) -> None:
+    """Also into processes that import torch late, and not into the processes of a pool that needs no torch."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        """
+import sys
+
+def has(name):
+    return name in sys.modules
+
+def work(rank, port):
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", rank=rank, world_size=1)
+    model = DDP(torch.nn.Linear(2, 2))
+    assert type(model).__module__ == "drivetrain.ddp.distributed", type(model)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    import drivetrain, multiprocessing
+    import torch.multiprocessing as mp
+    drivetrain.install(transport="torch")
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        print(pool.apply(has, ("torch",)))
+    mp.start_processes(work, (sys.argv[2],), nprocs=1, start_method=sys.argv[1])
+    drivetrain.uninstall()
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        print(pool.apply(has, ("drivetrain",)))
+"""
+    )
+    done = _python(str(path), start_method, str(free_port()))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "False"]
 
 
 RERUNNING_SCRIPT = """

@@ -14,7 +14,6 @@ from torch.nn import parallel
 from torch.nn.parallel import distributed
 
 import drivetrain
-from drivetrain import swap
 from drivetrain.ddp import distributed as ddp
 from warm_python import warm_environ, warm_python
 
@@ -50,7 +49,6 @@ def test_install_rebinds_torchs_names_and_every_alias_and_uninstall_restores_the
     assert framework.DDP is framework.DistributedDataParallel is OURS
     assert framework.other is torch.nn.Linear
     assert {"torch.nn.parallel.DistributedDataParallel", "framework.strategies.DDP"} <= set(names)
-    assert set(names) <= set(swap.names_bound_to_ours())
 
     drivetrain.uninstall()
     assert framework.DDP is framework.DistributedDataParallel is TORCH_DDP[0]
@@ -238,8 +236,6 @@ def test_unedited_script_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
     assert ours["class"] == "drivetrain.ddp.distributed"
     torch.testing.assert_close(ours["parameters"], torchs["parameters"], rtol=1e-6, atol=1e-7)
 
-    assert said.count("drivetrain run: bound to drivetrain:") == 1  # rank 0 alone
-    assert "torch.nn.parallel.DistributedDataParallel" in said
-    assert "__main__.DDP" in said
-    assert "wrapped: Sequential (" in said
-    assert "optimizers: AdamW (" in said
+    wrapped, optimizers = [line for line in said.splitlines() if line.startswith("drivetrain run: ")]  # of rank 0 alone
+    assert "wrapped: Sequential (" in wrapped
+    assert "optimizers: AdamW (" in optimizers

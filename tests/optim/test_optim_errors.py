@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain import _C, DistributedDataParallel, optim, parameter_names
+from drivetrain import _C, DistributedDataParallel, optim
+from drivetrain.ddp import parameter_names
 from drivetrain.optim.base import FusedOptimizer
 from drivetrain.optim.declaration import StepOptions
 from drivetrain.optim.precision import VERSION, VERSION_NAME

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from drivetrain.main_script import load_script
+from drivetrain.planner.main_script import load_script
 from drivetrain.planner.workspaces import memory_profile, peak_of
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_a_strangers_script_is_planned_and_monitored(name: str, tmp_path: Path) 
     printed = ran(plain, str(Path(__file__).parent / "allocated.py"), str(tmp_path / "peak"), script)
     assert "loss" in printed.lower() or printed.count("\n") > 2
 
-    assert ran(tmp_path / "monitored", "-m", "drivetrain", "run", "--monitor", script) == printed
+    assert ran(tmp_path / "monitored", "-m", "drivetrain", "run", "--with-monitor", script) == printed
     assert {path.name for path in (tmp_path / "monitored").iterdir()} == {path.name for path in plain.iterdir()}
 
     planned = plain  # with all that the script has written

@@ -1,4 +1,4 @@
-"""Prints the report of `drivetrain run` to stderr at exit: the swapped names and the objects built with them."""
+"""Prints the report of `drivetrain run` to stderr at exit: the models and optimizers that drivetrain has."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import current_process
 
-from drivetrain import swap
 from drivetrain.ddp import defaults
 from drivetrain.optim import left_to_torch
 
 _NOTHING_WRAPPED = (
-    "no model was wrapped in this process (child processes print their own reports). It built no "
-    "DistributedDataParallel, or it took torch's class from a place other than a module's global name. To check, "
-    "print(type(model)): drivetrain's class prints as drivetrain.ddp.distributed.DistributedDataParallel"
+    "no model was wrapped. To check, print(type(model)): drivetrain's class prints as "
+    "drivetrain.ddp.distributed.DistributedDataParallel. A class that no module has as a global keeps torch's"
 )
 _RAY_WORKERS = (
     "Ray's workers are processes that drivetrain run does not reach: they have torch's classes, unless the train "
@@ -29,13 +27,15 @@ def at_exit(with_optimizers: bool, process_id: int) -> None:
         with_optimizers: True if optimizers were swapped too.
         process_id: The id of the process that ran the script; its forked copies print nothing.
     """
-    if os.getpid() != process_id or not _speaks_for_the_job():
+    if os.getpid() != process_id or not speaks_for_the_job():
         return
-    names = [name for name in swap.names_bound_to_ours() if _is_worth_showing(name)]
-    lines = [f"bound to drivetrain: {', '.join(names) or 'nothing (uninstall() was called)'}"]
-    lines.append(f"wrapped: {'; '.join(defaults.constructed)}" if defaults.constructed else _NOTHING_WRAPPED)
+    lines = [f"wrapped: {'; '.join(defaults.constructed)}"] if defaults.constructed else []
+    if not lines and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        lines.append(_NOTHING_WRAPPED)
     if with_optimizers or left_to_torch.constructed:
         lines.append(f"optimizers: {'; '.join(left_to_torch.constructed) or 'none was built'}")
+    if not lines:
+        lines.append("one process, which built no DistributedDataParallel. --optim replaces its optimizers")
     if "ray.train" in sys.modules:
         lines.append(_RAY_WORKERS)
     _say("drivetrain run", lines)
@@ -50,19 +50,14 @@ def of_child(models_before: int, optimizers_before: int) -> None:
     """
     models, optimizers = defaults.constructed[models_before:], left_to_torch.constructed[optimizers_before:]
     found = {"wrapped": models, "optimizers": optimizers}
-    if _speaks_for_the_job():
+    if speaks_for_the_job():
         lines = [f"{what}: {'; '.join(built)}" for what, built in found.items() if built]
         _say(f"drivetrain run, {current_process().name}", lines)
 
 
-def _is_worth_showing(name: str) -> bool:
-    """Selects names outside torch and torch's public names; torch's internal names follow from these."""
-    module_name = name.rpartition(".")[0]
-    return module_name.partition(".")[0] != "torch" or module_name in ("torch.nn.parallel", "torch.optim")
-
-
-def _speaks_for_the_job() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def speaks_for_the_job() -> bool:
+    """Returns True on rank 0. Lightning's own launcher sets LOCAL_RANK alone."""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
 def _say(who: str, lines: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import atexit
 import builtins
 import importlib.util
@@ -14,41 +13,13 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from drivetrain import main_script, swap
+from drivetrain import swap
 from drivetrain.cli import children, report
-from drivetrain.main_script import load_script, set_first_path
+from drivetrain.planner import main_script
+from drivetrain.planner.main_script import load_script, set_first_path
 
 _OUR_FILES = {__file__, main_script.__file__}  # their frames are above the script's
-_WORDS: dict[str, object] = {"true": True, "false": False, "none": None}
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `run`. All arguments after the script's name belong to the script."""
-    parser.usage = (
-        "drivetrain run [-h] [--optim] [--ddp NAME=VALUE]... [--monitor] [--monitor-to SINK]... [-m] script.py "
-        "[ARGUMENT]..."
-    )
-    parser.add_argument("--optim", action="store_true", help="replace torch's optimizers too")
-    parser.add_argument(
-        "--ddp",
-        metavar="NAME=VALUE",
-        type=_ddp_default,
-        action="append",
-        default=[],
-        help="default of a DistributedDataParallel argument that the script does not pass; may be repeated",
-    )
-    parser.add_argument("--monitor", action="store_true", help="show where the time of each step goes")
-    parser.add_argument(
-        "--monitor-to",
-        metavar="SINK",
-        action="append",
-        default=[],
-        help="with --monitor: a sink such as jsonl:run.jsonl; may be repeated",
-    )
-    parser.add_argument("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("script", help="path of the script, or name of the module with -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,40 +36,43 @@ def run(args: argparse.Namespace) -> int:
     try:
         swap.install(optim=args.optim, **ddp_defaults)
         main_module, code = _module(args.script) if args.as_module else load_script(args.script)
-        if args.monitor or args.monitor_to:
+        if args.with_monitor or args.monitor_to:
             from drivetrain.monitor.trainers import ScriptMonitor
 
             monitor = ScriptMonitor(args.monitor_to)
             monitor.start()
-    except (OSError, ImportError, TypeError, ValueError) as error:
+    except (OSError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         print(f"drivetrain run: {error}", file=sys.stderr)
         return 2
-    children.follow(args.optim, ddp_defaults)
+    children.follow()
     spec = main_module.__spec__
     main = ["-m", spec.name] if spec else [str(Path(args.script).absolute())]
     children.follow_reruns(main, args.optim, ddp_defaults)
     atexit.register(report.at_exit, args.optim, os.getpid())
+    _name_options_of_the_script(args)
     sys.argv = [args.script if main_module.__spec__ is None else str(main_module.__file__), *args.arguments]
     _become(main_module)
     try:
         exec(code, main_module.__dict__)
     except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            atexit.unregister(report.at_exit)  # the error stays the last thing on the screen
         if monitor is not None:
             monitor.fail(error)
         raise
     return 0
 
 
-def _ddp_default(text: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not (name.isidentifier() and equals):
-        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=VALUE")
-    if value.lower() in _WORDS:
-        return name, _WORDS[value.lower()]
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+def _name_options_of_the_script(args: argparse.Namespace) -> None:
+    """Says which options of `run` stand after the script's name and are therefore the script's."""
+    after = [word.partition("=")[0] for word in args.arguments]
+    found = [name for name in ("--optim", "--ddp", "--with-monitor", "--monitor-to") if name in after]
+    if found and report.speaks_for_the_job():
+        names = " and ".join(found)
+        print(
+            f"drivetrain run: passed {names} to {args.script}. For drivetrain, write it before the script.",
+            file=sys.stderr,
+        )
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:

@@ -1,10 +1,11 @@
-"""Tests `drivetrain monitor` and `drivetrain run --monitor`, and what a terminal, a file and a notebook show."""
+"""Tests `drivetrain monitor` and `drivetrain run --with-monitor`, and what a terminal, a file and a notebook show."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import logging
 import os
 import pty
 import shutil
@@ -116,7 +117,7 @@ def run_script(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_run_monitors_an_unedited_script(tmp_path: Path) -> None:
-    plain, watched = run_script(tmp_path), run_script(tmp_path, "--monitor", "--monitor-to", "jsonl:run.jsonl")
+    plain, watched = run_script(tmp_path), run_script(tmp_path, "--with-monitor", "--monitor-to", "jsonl:run.jsonl")
     assert watched.returncode == plain.returncode == 0, watched.stderr
     assert watched.stdout == plain.stdout
     assert "waiting for data" in watched.stderr
@@ -220,6 +221,48 @@ def test_a_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, batches: int
     assert " · 40.0 ms · 200 samples/s" in shown
     assert "\x1b[" in shown
     assert ("━" in shown) == (batches > 0)
+
+
+def screen(written: str) -> list[str]:
+    """Returns the lines that a terminal shows, where nothing but erased lines moves back."""
+    return [line.rpartition("\x1b[2K")[2].rstrip("\r") for line in written.split("\n")]
+
+
+def test_output_of_the_script_goes_above_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines longer than the terminal, of print, of logging and of another bar, come out as they are."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w", buffering=1) as file:
+        plain = file.write
+        monkeypatch.setattr("sys.stdout", file)
+        handler = logging.StreamHandler(file)
+        progress = Progress(file=file)
+
+        def show() -> None:
+            progress._shown_at = 0.0
+            progress.show()
+
+        progress.take(step_event(1, 0.032), (5, 10))
+        show()
+        print("x" * 300)
+        show()
+        handler.emit(logging.makeLogRecord({"msg": "careful"}))
+        show()
+        print("50%", end="")
+        show()  # waits for the end of the script's line
+        print("\r100%")
+        show()
+        in_child = os.fork()
+        if in_child == 0:
+            os._exit(int("above" in file.write.__qualname__))
+        assert os.waitpid(in_child, 0)[1] == 0
+        progress.close()
+        assert file.write == plain
+    shown = screen(all_of(ours).decode())
+    os.close(ours)
+    assert [line.rpartition("\r")[2] for line in shown[:3]] == ["x" * 300, "careful", "100%"]
+    assert shown[3].startswith("━━━━━━┄┄┄┄┄┄ step 1 (batch 5/10)")
+    assert len(shown[3]) <= 79
+    assert shown[4:] == [""]
 
 
 @pytest.mark.parametrize("batches", [0, 10])

@@ -365,3 +365,39 @@ def test_tls(served: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], cap
     assert "Traceback" not in capfd.readouterr().err
     with pytest.raises(ValueError, match="certfile and keyfile belong together"):
         Prometheus(9400, certfile="a")
+
+
+def test_values_of_the_script_reach_every_sink(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model, prometheus = make_model(), Prometheus(free_port())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sinks = [f"jsonl:{tmp_path / 'run.jsonl'}", f"tensorboard:{tmp_path / 'board'}", prometheus]
+    with Monitor(model, optimizer, to=sinks, progress=False) as monitor:
+        for step, (inputs, _) in enumerate(monitor(make_batches(3))):
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            monitor.log(loss=loss, lr=0.5, bad=float("nan"), count=torch.tensor([step]))
+        wanted = 'drivetrain_metric{name="count",rank="0"} 2.0'
+        deadline = time.monotonic() + 30
+        while wanted not in (text := urllib.request.urlopen(prometheus.url, timeout=20).read().decode()):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.05)
+    with pytest.raises(RuntimeError, match="not active"):
+        monitor.log(loss=1.0)
+    logged = [event for event in read_events(tmp_path / "run.jsonl") if event["type"] == "metrics"]
+    assert [(event["step"], event["values"]["count"]) for event in logged] == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    assert logged[-1]["values"] | {"loss": 0} == {"loss": 0, "lr": 0.5, "bad": "nan", "count": 2.0}
+    assert 'drivetrain_metric{name="lr",rank="0"} 0.5' in text
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [scalar.value for scalar in board.Scalars("lr")] == [0.5] * 3
+
+
+def test_a_value_that_is_no_number_is_refused() -> None:
+    with Monitor(progress=False) as monitor:
+        for value, what in ((torch.ones(2), r"shape \(2,\)"), ("1", "type str")):
+            with pytest.raises(TypeError, match=f"loss has {what}, expected a number or a tensor with one element"):
+                monitor.log(loss=value)  # type: ignore[arg-type]

@@ -66,6 +66,9 @@ def check(kept: Kept, used: list[str]) -> None:
     # A loader that fetches ahead has read some rows of a step in the step before.
     assert sum(step["phases"]["data"] for step in steps) >= EPOCHS * ROWS * NAP_S
     assert kept.events[-1]["type"] == "end"
+    losses = [event for event in kept.events if event["type"] == "metrics" and "loss" in event["values"]]
+    assert {event["step"] for event in losses} == {step["step"] for step in steps}
+    assert all(event["values"]["loss"] > 0 for event in losses)
 
 
 USED = ["data", "forward", "backward", "optimizer", "host"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import resource
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -94,6 +96,7 @@ class Collector:
         self.advice: dict[str, str] = {}
         self.straggler: Straggler | None = None
         self.hang: Hang | None = None
+        self.logged: deque[tuple[int, dict[str, float | torch.Tensor]]] = deque()  # values of the script, by step
         self.num_steps = 0
         self.attributed_ns = 0  # of all steps with complete accounts
         self.total_ns = 0  # of all steps
@@ -133,6 +136,7 @@ class Collector:
         with self._lock:
             # All at once, because each wake-up of a sink's thread costs more than the event.
             self._stream.send(*[step for account in self._reader.read() if (step := self._take(account)) is not None])
+            self._send_logged()
             if is_last or self._is_due("advice", _ADVICE_S):
                 self._advise(is_last)
             if not is_last and (period := self._period_now()) != self._period:
@@ -172,6 +176,16 @@ class Collector:
         sent = event(kind, self._rank, self.num_steps, **fields)
         self.summary.take(sent)
         self._stream.send(sent)
+
+    def _send_logged(self) -> None:
+        """Sends what the script has logged. Reading a value of a GPU waits for it, here and not in the training."""
+        while self.logged:
+            step, values = self.logged.popleft()
+            numbers = {name: float(value) for name, value in values.items()}
+            finite = {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
+            self._stream.send(event("metrics", self._rank, step, values=finite))
+            if self._progress is not None:
+                self._progress.take_metrics(numbers)
 
     def _take(self, account: _C.StepAccount) -> Event | None:
         """Returns the event of a step, after all but the sinks have taken it; None for a time that is no step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -154,6 +155,32 @@ class _MarkedIterator:
 
 _END = object()
 _SAME_WAIT_S = 0.01  # a loop asks sooner for the first batch of an iterator that it has made
+
+
+def log_losses_of_accelerate(log: Callable[..., None]) -> Callable[[], None]:
+    """Logs each loss that `Accelerator.backward` gets, if the script has imported Accelerate.
+
+    Returns:
+        A function that undoes it.
+    """
+    accelerate = sys.modules.get("accelerate")
+    accelerator: Any = getattr(accelerate, "Accelerator", None)
+    if accelerator is None:
+        return lambda: None
+    plain = accelerator.backward
+
+    @functools.wraps(plain)
+    def backward(self: Any, loss: torch.Tensor, **options: Any) -> Any:
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            log(loss=loss)
+        return plain(self, loss, **options)
+
+    accelerator.backward = backward
+
+    def undo() -> None:
+        accelerator.backward = plain
+
+    return undo
 
 
 def replace_iterations(

@@ -1,5 +1,6 @@
 """`MonitorCallback`: monitors a training of Hugging Face's Trainer."""
 
+from numbers import Real
 from typing import Any
 
 from .trainers import TrainerMonitor, TrainerMonitorCallback
@@ -45,6 +46,18 @@ class MonitorCallback(TrainerMonitorCallback, TrainerCallback):
         """Leaves out an evaluation that follows."""
         if control.should_evaluate and self.monitor is not None:
             self.monitor._end_batches()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Logs the numbers that the Trainer logs, such as loss, grad_norm and learning_rate."""
+        if self.monitor is not None and self.monitor.is_active:
+            self.monitor.log(**{name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)})
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ends the last step of the epoch."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .. import _C
 from ..phases import number_of
 from .trainers import TrainerMonitor, TrainerMonitorCallback
@@ -45,6 +47,14 @@ class MonitorCallback(TrainerMonitorCallback, Callback):  # type: ignore[misc]
         """Counts the batch."""
         if self.monitor is not None:
             self.monitor._take_batch(batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs the loss that `training_step` has returned."""
+        loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
+        if self.monitor is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self.monitor.log(loss=loss)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves out the validation."""

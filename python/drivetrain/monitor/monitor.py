@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack
+from numbers import Real
 from types import TracebackType
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from .advice import Setup
 from .collector import OUTSIDE, Collector
 from .flops import FlopCount, obstacle_to_counting, peak_flops
 from .hangs import Hang, HangWatch, print_stacks_on_request
-from .hooks import Batches, attach, first_dimension
+from .hooks import Batches, attach, first_dimension, log_losses_of_accelerate
 from .progress import Progress
 from .sinks import make_sinks
 from .stragglers import Straggler
@@ -228,6 +229,35 @@ class Monitor:
             collector.poll()
         return collector.summary
 
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Adds values of the script, such as `loss` and `lr`, to the progress line and all sinks.
+
+        They belong to the step in progress, or to the one that has just ended in a loop without `monitor(loader)`. A
+        value on a GPU is read later, in the monitor's thread, so that the training does not wait for it.
+
+        Args:
+            **values: Numbers, or tensors with one element.
+
+        Raises:
+            RuntimeError: The monitor is not active.
+            TypeError: A value is no number and no tensor with one element.
+        """
+        if not self._is_active:
+            raise RuntimeError("this Monitor is not active: call log() inside of its with statement")
+        for name, value in values.items():
+            if not (isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
+                what = (
+                    f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"type {type(value).__name__}"
+                )
+                raise TypeError(f"{name} has {what}, expected a number or a tensor with one element")
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
+        # A copy, because the script may write to the tensor before the monitor's thread reads it.
+        later = {name: tensor.clone() for name, tensor in tensors.items() if tensor.is_cuda}
+        read = {
+            name: later[name] if name in later else float(tensors.get(name, value)) for name, value in values.items()
+        }
+        self._entered().logged.append((self._num_steps + bool(self._num_batches), read))
+
     @property
     def advice(self) -> list[str]:
         """Returns one sentence with cause and remedy for each phase that takes more than its share."""
@@ -242,6 +272,11 @@ class Monitor:
     def hang(self) -> Hang | None:
         """The last report that this rank stood still; None if there was none."""
         return self._entered().hang
+
+    @property
+    def is_active(self) -> bool:
+        """True inside of the with statement."""
+        return self._is_active
 
     @property
     def attributed_share(self) -> float:
@@ -293,6 +328,7 @@ class Monitor:
     def _attach(self) -> None:
         """Marks the model's calls, backward passes and optimizer steps, until `_hooks` is closed."""
         self._hooks = attach(self._model, self._optimizers, self._end_optimizer_step)
+        self._hooks.callback(log_losses_of_accelerate(self.log))
 
     def _follow(self, device: torch.device) -> None:
         """Takes the times of that device from now on."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+import weakref
+from collections.abc import Callable
+from typing import Any, TextIO
 
 from ..phases import LABELS
 from .stream import Event
-
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.text import Text
 
 _LIVE_PERIOD_S, _LINE_PERIOD_S = 0.25, 10.0
 _SMOOTHING = 0.1  # weight of the last step in the shown mean
@@ -32,9 +32,10 @@ class Progress:
         self._period_s = _LINE_PERIOD_S if self.kind == "lines" else _LIVE_PERIOD_S
         self._shown_at = 0.0 if self.kind != "lines" else time.monotonic()
         self._means: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._last: Event | None = None
         self._place = (0, 0)
-        self._live: Live | None = None
+        self._live: _LastLine | None = None
         self._cell: _WidgetCell | None = None
 
     def take(self, event: Event, place: tuple[int, int]) -> None:
@@ -43,6 +44,10 @@ class Progress:
         for name, value in {"wall": event["wall_s"], "samples": event["samples"], **event["phases"]}.items():
             mean = self._means.get(name, value)
             self._means[name] = mean + _SMOOTHING * (value - mean)
+
+    def take_metrics(self, values: dict[str, float]) -> None:
+        """Takes values of the script; the line shows the last of each."""
+        self._metrics |= values
 
     def text(self) -> str:
         """Returns the line."""
@@ -53,6 +58,7 @@ class Progress:
         parts = [f"step {self._last['step']}{done}", f"{1e3 * self._means['wall']:.1f} ms"]
         if self._means["samples"] and self._means["wall"]:
             parts.append(f"{self._means['samples'] / self._means['wall']:,.0f} samples/s")
+        parts += [f"{name} {value:.4g}" for name, value in self._metrics.items()]
         shares = {phase: self._means[phase] / (self._means["wall"] or 1.0) for phase in LABELS}
         largest = sorted(shares, key=lambda phase: -shares[phase])[:3]
         parts.append(", ".join(f"{LABELS[phase]} {shares[phase]:.0%}" for phase in largest))
@@ -64,7 +70,8 @@ class Progress:
             return
         self._shown_at = time.monotonic()
         if self.kind == "live":
-            self._live_line().update(self._bar_and_text(), refresh=True)
+            self._live = self._live or _LastLine(self._file)
+            self._live.show(self._bar_and_text())
         elif self.kind == "notebook":
             self._cell = self._cell or _WidgetCell()
             self._cell.show(self.text(), *self._place)
@@ -75,27 +82,92 @@ class Progress:
         """Shows the last line and leaves the terminal as it was."""
         self.show(is_last=True)
         if self._live is not None:
-            self._live.stop()
+            self._live.close()
 
-    def _live_line(self) -> Live:
-        if self._live is None:
-            from rich.console import Console
-            from rich.live import Live
-
-            # No refresh thread, and nothing redirected: the script's own output stays its own.
-            self._live = Live(
-                console=Console(file=self._file), auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-            )
-            self._live.start()
-        return self._live
-
-    def _bar_and_text(self) -> Text:
-        from rich.text import Text
-
+    def _bar_and_text(self) -> str:
         batch, batches = self._place
         done = min(_BAR_WIDTH * batch // batches, _BAR_WIDTH) if batches else 0
         bar = f"{'━' * done}{'┄' * (_BAR_WIDTH - done)} " if batches else ""
-        return Text(bar + self.text())
+        return bar + self.text()
+
+
+class _LastLine:
+    """Is the last line of a terminal, below everything that the script prints there.
+
+    rich's Live would take the script's output over: it wraps long lines, and holds back other bars. This class leaves
+    the text as it is. It only erases the line before a write to the terminal, and waits until the write ends its line.
+    """
+
+    _ERASE = "\r\x1b[2K"
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._write = file, file.write
+        self._lock = threading.RLock()  # the script and the collector's thread write
+        self._is_shown, self._is_line_begun = False, False
+        self._streams: list[TextIO] = []
+        for stream in (file, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if stream is not None and stream.isatty() and stream not in self._streams:
+                self._streams.append(stream)
+                # Handlers of logging hold the stream itself, so that another stream under sys.stderr would miss them.
+                stream.write = self._above(stream.write)  # type: ignore[method-assign]
+        _last_lines.add(self)
+
+    def _above(self, write: Callable[[str], int]) -> Callable[[str], int]:
+        def write_above(text: str) -> int:
+            with self._lock:
+                self._erase()
+                if text:
+                    self._is_line_begun = not text.endswith("\n")
+                return write(text)
+
+        return write_above
+
+    def _erase(self) -> None:
+        if self._is_shown:
+            self._write(self._ERASE)
+            self._file.flush()
+            self._is_shown = False
+
+    def show(self, text: str) -> None:
+        """Shows the text, cut to the width of the terminal, unless the script has begun a line there."""
+        with self._lock:
+            if self._is_line_begun:
+                return
+            for stream in self._streams:
+                stream.flush()
+            self._write(self._ERASE + text[: _columns(self._file) - 1])
+            self._file.flush()
+            self._is_shown = True
+
+    def close(self) -> None:
+        """Leaves the line where it is, and the streams as they were."""
+        with self._lock:
+            if self._is_shown:
+                self._write("\n")
+                self._file.flush()
+            self.give_streams_back()
+
+    def give_streams_back(self) -> None:
+        """Lets the streams write as before. A forked process calls it without the lock, which a thread may hold."""
+        for stream in self._streams:
+            del stream.write
+        self._streams.clear()
+
+
+def _give_streams_back() -> None:
+    for line in _last_lines:
+        line.give_streams_back()
+
+
+_last_lines: weakref.WeakSet[_LastLine] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_give_streams_back)
+
+
+def _columns(file: TextIO) -> int:
+    try:
+        return os.get_terminal_size(file.fileno()).columns or 80
+    except (OSError, ValueError):  # a stand-in for a terminal
+        return 80
 
 
 class _WidgetCell:

@@ -137,6 +137,7 @@ class _Metrics:
             "hfu": gauge("hardware_flops_utilization", "Share of the device's peak FLOP/s with recomputation"),
         }
         self._system = gauge("system", "Use of the host and the device", ("resource",))
+        self._logged = gauge("metric", "Values that the script has logged", ("name",))
         self._excess = gauge("straggler_excess_ratio", "Excess of a straggler's step over the others'", ("phase",))
         self._dropped = gauge("dropped_events", "Events that a sink has not taken", ("sink",))
 
@@ -152,6 +153,9 @@ class _Metrics:
             for name, metric in self._values.items():
                 if event.get(name) is not None:
                     metric.labels(rank).set(event[name])
+        elif event["type"] == "metrics":
+            for name, value in event["values"].items():
+                self._logged.labels(rank, name).set(float(value))
         elif event["type"] == "system":
             for name, value in event["values"].items():
                 self._system.labels(rank, name).set(value)

@@ -35,6 +35,8 @@ class TensorBoard(Sink):
         values: dict[str, float] = {}
         if event["type"] == "system":
             values = {f"system/{name}": value for name, value in event["values"].items()}
+        elif event["type"] == "metrics":
+            values = {name: float(value) for name, value in event["values"].items()}
         elif event["type"] == "step":
             values = {"step/milliseconds": 1e3 * event["wall_s"]}
             values |= {f"phase/{phase}_ms": 1e3 * event["phases"][phase] for phase in LABELS}

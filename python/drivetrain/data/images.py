@@ -36,13 +36,13 @@ class CachedImages(Dataset[tuple[Any, Any]]):
         dataset = CachedImages("imagenet/train", size=224, limit="100GiB", transform=augment)
 
     Args:
-        images: a folder with one folder per class, or pairs of a file and a label. The names of folders in order give
+        images: A folder with one folder per class, or pairs of a file and a label. The names of folders in order give
             the labels 0, 1, ..., as in torchvision's ImageFolder.
-        size: height and width of the kept images, or one number for both. The aspect ratio is not kept.
-        limit: bytes that the file may take: a number, a text such as "20GiB", or a share of what all images take, such
+        size: Height and width of the kept images, or one number for both. The aspect ratio is not kept.
+        limit: Bytes that the file may take: a number, a text such as "20GiB", or a share of what all images take, such
             as "50%". Images beyond it are decoded in every epoch.
-        folder: the folder of the file; default: a folder of the user among the temporary files.
-        transform: is called with the uint8 tensor, after the cache. Random augmentations belong here.
+        folder: The folder of the file; default: a folder of the user among the temporary files.
+        transform: Called with the uint8 tensor, after the cache. Random augmentations belong here.
 
     Raises:
         ImportError: Pillow is not installed.

@@ -31,9 +31,9 @@ class Permutation:
     Rogaway, 2002). This takes four times at most on average, from 16 elements on. Memory does not depend on `length`.
 
     Args:
-        length: number of elements, 1 to 2**60.
-        seed: any integer; equal seeds give equal permutations, on every machine and torch version.
-        epoch: any integer; another one gives an independent permutation.
+        length: Number of elements, 1 to 2**60.
+        seed: Any integer; equal seeds give equal permutations, on every machine and torch version.
+        epoch: Any integer; another one gives an independent permutation.
     """
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:

@@ -42,12 +42,12 @@ def prefetch(
             ...
 
     Args:
-        loader: a DataLoader or another iterable. With `num_workers=0` the dataset's code runs in the thread. If it
+        loader: A DataLoader or another iterable. With `num_workers=0` the dataset's code runs in the thread. If it
             draws random numbers then, their order changes from run to run; workers have generators of their own.
-        device: the device of the yielded tensors; None leaves them where they are.
-        depth: batches loaded ahead, 1 or more. None measures: it begins with 2 and grows up to 8, one at a time. It
+        device: The device of the yielded tensors; None leaves them where they are.
+        depth: Batches loaded ahead, 1 or more. None measures: it begins with 2 and grows up to 8, one at a time. It
             grows when the step waits although the buffer was full before, which happens if the times of batches vary.
-        timeout: seconds that a step waits for a batch at most. A warning comes every minute.
+        timeout: Seconds that a step waits for a batch at most. A warning comes every minute.
 
     Raises:
         TypeError: `loader` is not iterable.
@@ -66,9 +66,9 @@ class Prefetcher:
         timeout: Seconds that a step waits for a batch at most.
 
     Attributes:
-        loader: the loader.
-        depth: batches loaded ahead now.
-        waited_s: seconds that steps have waited for batches, in all epochs.
+        loader: The loader.
+        depth: Batches loaded ahead now.
+        waited_s: Seconds that steps have waited for batches, in all epochs.
     """
 
     def __init__(

@@ -25,16 +25,16 @@ class ResumableSampler(Sampler[int]):
     `drop_last` it leaves out as many instead.
 
     Args:
-        dataset: the dataset, or its length. The attribute of that name holds it.
-        num_replicas: number of ranks; default: the world size of the initialized process group, or 1 without one.
-        rank: this rank, 0 to `num_replicas - 1`; default: the rank in the process group, or 0 without one.
-        shuffle: draw in a pseudo-random order, another one per epoch; otherwise in the order of the dataset.
-        seed: chooses the order; must be equal on all ranks.
-        drop_last: leave out the last samples if ranks cannot share them evenly, instead of repeating some of the first.
+        dataset: The dataset, or its length. The attribute of that name holds it.
+        num_replicas: Number of ranks; default: the world size of the initialized process group, or 1 without one.
+        rank: This rank, 0 to `num_replicas - 1`; default: the rank in the process group, or 0 without one.
+        shuffle: Draw in a pseudo-random order, another one per epoch; otherwise in the order of the dataset.
+        seed: Chooses the order; must be equal on all ranks.
+        drop_last: Leave out the last samples if ranks cannot share them evenly, instead of repeating some of the first.
 
     Raises:
-        TypeError: if `dataset` has no length.
-        ValueError: if an argument is out of its range.
+        TypeError: `dataset` has no length.
+        ValueError: An argument is out of its range.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ResumableSampler(Sampler[int]):
         on since the iteration began. torchdata's `StatefulDataLoader` keeps count by itself and needs no argument.
 
         Raises:
-            ValueError: if `consumed` is negative or more than this rank has drawn.
+            ValueError: `consumed` is negative or more than this rank has drawn.
         """
         drawn = self._drawn if consumed is None else consumed
         if not 0 <= drawn <= self._drawn:
@@ -134,7 +134,7 @@ class ResumableSampler(Sampler[int]):
         """Lets the next iteration continue at the position of `state`, which any number of ranks may have saved.
 
         Raises:
-            ValueError: if `state` comes from another dataset length, seed or order, or from a later drivetrain. The
+            ValueError: `state` comes from another dataset length, seed or order, or from a later drivetrain. The
                 sampler then stays as it was.
         """
         if state.get("format") != _FORMAT:

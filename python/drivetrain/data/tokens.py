@@ -26,11 +26,11 @@ def write_token_shards(
     run leaves no file that is cut off.
 
     Args:
-        tokens: sequences of ids (lists, arrays or tensors), such as one per document. They are written one after
+        tokens: Sequences of ids (lists, arrays or tensors), such as one per document. They are written one after
             another; add the ids that separate documents yourself.
-        folder: is created. It must not have token files yet.
+        folder: The folder to make. It must not have token files yet.
         dtype: "uint8", "uint16", "uint32", "int32" or "int64".
-        shard_tokens: tokens per file, 1 or more; the last file may have fewer.
+        shard_tokens: Tokens per file, 1 or more; the last file may have fewer.
 
     Returns:
         The files, in order.
@@ -95,9 +95,9 @@ class TokenShards(Dataset[tuple[Tensor, Tensor]]):
         loader = DataLoader(dataset, batch_size=8, sampler=ResumableSampler(dataset))
 
     Args:
-        files: a folder with `*.npy` files, taken in the order of their names, or the files in order. Each is an array
+        files: A folder with `*.npy` files, taken in the order of their names, or the files in order. Each is an array
             of integers of one dimension.
-        block_size: tokens per sample, 1 or more.
+        block_size: Tokens per sample, 1 or more.
 
     Raises:
         FileNotFoundError: There are no such files.

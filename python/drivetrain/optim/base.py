@@ -179,14 +179,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does, and rejects the options that the constructor rejects.
 
-        Raises:
-        NotImplementedError: The group sets `differentiable`, or has a DTensor that the rule cannot step. Such a DTensor
-        is an unreduced partial sum, or is to be gathered in a storage format that only parts can have.
-        ValueError: An option or a hyper-parameter of the group is out of range or not finite. Or the group's storage
-        formats do not support a parameter's dtype.
-        TypeError: A hyper-parameter is not a number, or the group is not a dict.
-
         After an error the optimizer has the groups that it had before.
+
+        Raises:
+            NotImplementedError: The group sets `differentiable`, or has a DTensor that the rule cannot step. Such a
+                DTensor is an unreduced partial sum, or is to be gathered in a storage format that only parts can have.
+            ValueError: An option or a hyper-parameter of the group is out of range or not finite. Or the group's
+                storage formats do not support a parameter's dtype.
+            TypeError: A hyper-parameter is not a number, or the group is not a dict.
         """
         step.add_group(Engine(self), super().add_param_group, param_group)
 

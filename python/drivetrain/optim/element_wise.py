@@ -50,7 +50,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
 
 @follows(Rule(adam_name, NUMBERS))
 class AdamW(Adam, torch.optim.AdamW):
-    """:class:`Adam` with decoupled weight decay.
+    """Adam with decoupled weight decay.
 
     Source: Loshchilov & Hutter 2019, algorithm 2.
 

@@ -101,7 +101,7 @@ def lines_about_kept(kept_32_bits: dict[str, int]) -> list[str]:
 
 
 def report_of(engine: Engine) -> Report:
-    """Computes the report that :meth:`FusedOptimizer.report` returns."""
+    """Computes the report that `FusedOptimizer.report` returns."""
     kept, counts, on_cpu = engine.kept, engine.kept.counts, engine.is_on_cpu
     passes = (kept.max_grad_norm is not None) + kept.zero_grads_in_step  # over gradients, besides the update's
     report = Report(0, {}, 0, counts.seconds or None if on_cpu else None, None, counts)

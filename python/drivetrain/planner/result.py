@@ -217,7 +217,7 @@ class Plan:
             A `Picture`, which notebooks show; its `figure` is matplotlib's.
 
         Raises:
-            ImportError: matplotlib is missing.
+            ImportError: The package matplotlib is missing.
             ValueError: The name ends in neither.
         """
         from .plot import draw

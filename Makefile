@@ -107,8 +107,9 @@ check-cuda-build: $(ENV)/bin/python ## build and import against CUDA builds of t
 	tests/check_cuda_build.sh $(ENV)/bin/python $(CUDA_TORCHES)
 
 # The variable silences an advertisement that the theme prints.
-docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are errors (half a minute)
+docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are errors, and the built pages are checked (half a minute)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
+	$(PYTHON) tools/check_site.py
 
 picture: $(STAMPS)/test-tools ## draw the chart of README.md from benchmarks/results (a few seconds)
 	$(PYTHON) benchmarks/picture.py $(ARGS)

@@ -24,7 +24,7 @@ from warm_python import warm_environ, warm_python
 NAMES = {page: str(page.relative_to(REPOSITORY)) for page in pages()}
 ALL_BLOCKS = [pytest.param(page, block, id=f"{NAMES[page]}-{block.line}") for page in NAMES for block in blocks(page)]
 each_page = pytest.mark.parametrize("page", NAMES, ids=NAMES.get)
-LANGUAGES = {HIDDEN, "python", "bash", "diff", "text", "mermaid"}
+LANGUAGES = {HIDDEN, "python", "bash", "diff", "text"}
 # These commands are not drivetrain's, so their arguments are not checked.
 OTHERS = {"cd", "docker", "eval", "git", "pkill", "pre-commit"}
 # These commands of drivetrain take a moment, and need at most a checkpoint in runs/gpt.
@@ -151,3 +151,26 @@ def test_reference_has_every_public_name(package: str) -> None:
 
 def test_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("body", "finding"),
+    [
+        ("", "does not load iframe-worker.js"),
+        ('<script src="iframe-worker.js"></script>', "loads iframe-worker.js, which is missing"),
+        ('<img src="https://a.org/b.png">', "loads https://a.org/b.png from the network"),
+        ('<pre class="mermaid">', "has a mermaid block"),
+        ("<p>:class:<code>Adam</code> with decay.</p>", "shows markup: :class:Adam"),
+        ("<p>x the parameter::</p>", "shows markup: x the parameter::"),
+        ("<p>Raises: TypeError: It is a list.</p>", "shows a section of a docstring as text"),
+        ('<div class="doc-md-description">if it is set.</div>', "begins within a sentence: if it"),
+        ('<div class="doc-md-description">The rank and</div>', "stops within a sentence: The rank and"),
+        ('<div class="doc-md-description">folder.</div>', "is one name: folder."),
+    ],
+)
+def test_site_is_checked(tmp_path: Path, body: str, finding: str) -> None:
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "search_index.js").touch()
+    (tmp_path / "index.html").write_text(f"<body>{body}<p>With <code>**kwargs</code> of <code>std::</code>.</p></body>")
+    command = [sys.executable, REPOSITORY / "tools" / "check_site.py", tmp_path]
+    assert finding in subprocess.run(command, capture_output=True, text=True, timeout=60).stderr

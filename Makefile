@@ -31,14 +31,14 @@ train: $(STAMPS)/built ## train a byte-level GPT on Python's own source text, on
 	$(ENV)/bin/torchrun --nproc-per-node $(RANKS) examples/gpt/train.py $(ARGS)
 
 compare: $(STAMPS)/test-tools ## train the GPT, then four other tasks, with torch's classes and with ours; print tables (12 minutes)
-	$(PYTHON) examples/gpt/compare.py $(ARGS)
-	$(PYTHON) examples/tasks/compare_tasks.py
+	$(PYTHON) benchmarks/gpt/compare.py $(ARGS)
+	$(PYTHON) benchmarks/tasks/compare_tasks.py
 
 time-to-quality: $(STAMPS)/test-tools ## train a GPT and a ResNet to a set quality with both engines, five seeds each (15 minutes)
-	$(PYTHON) examples/tasks/time_to_quality.py $(ARGS)
+	$(PYTHON) benchmarks/tasks/time_to_quality.py $(ARGS)
 
 accuracy: $(STAMPS)/built ## compare the validation loss of each optimizer storage format with torch's fp32 AdamW (an hour)
-	$(PYTHON) examples/gpt/accuracy.py $(ARGS)
+	$(PYTHON) benchmarks/gpt/accuracy.py $(ARGS)
 
 check-kernels: $(STAMPS)/built-with-kernels $(STAMPS)/kernel-tools ## check limits on the machine code of the CUDA kernels; needs nvcc, no GPU (half a minute)
 	$(PYTHON) tests/kernel_gates.py $(ARGS)

@@ -18,7 +18,7 @@ from shared_builds import built_once
 # These files take longest and run first, longest first, so that all test processes (see Makefile) end together.
 LONGEST = (
     *("test_nccl", "test_gpu_check", "test_cli", "test_doctor_faults", "test_tags", "test_compiled"),
-    *("test_frameworks", "test_torch_ddp", "test_notebooks", "test_script", "test_example_tasks", "test_late_device"),
+    *("test_frameworks", "test_torch_ddp", "test_notebooks", "test_script", "test_tasks", "test_late_device"),
     *("test_watch", "test_build", "test_elastic", "test_precision", "test_every_class", "test_crashes", "test_shm"),
     *("test_faults", "test_example_gpt", "test_tiers", "test_resume", "test_shm_hosts", "test_collectives"),
     *("test_store", "test_swap", "test_stock_loop", "test_planned_memory", "test_resumed_trainers", "test_shard"),

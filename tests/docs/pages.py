@@ -27,7 +27,8 @@ def pages() -> list[Path]:
     return [
         *first,
         *sorted((REPOSITORY / "docs").rglob("*.md")),
-        *sorted((REPOSITORY / "examples").glob("*/README.md")),
+        *sorted((REPOSITORY / "examples").rglob("README.md")),
+        REPOSITORY / "benchmarks" / "tasks" / "README.md",
     ]
 
 

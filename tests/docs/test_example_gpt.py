@@ -1,4 +1,4 @@
-"""Tests the GPT example: its data split and model alone, and two-rank runs with both engines."""
+"""Tests examples/gpt: its data split and model alone, and two-rank runs with both engines by benchmarks/gpt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt"
-sys.path.insert(0, str(EXAMPLE))
+REPOSITORY = Path(__file__).parents[2]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("examples/gpt", "benchmarks/gpt")]
 
 import accuracy  # noqa: E402
 import compare  # noqa: E402
@@ -27,7 +27,7 @@ TIMEOUT_S = 120
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [warm_python(), str(EXAMPLE / script), *arguments]
+    command = [warm_python(), str(REPOSITORY / script), *arguments]
     return subprocess.run(command, env=warm_environ(), capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
@@ -146,7 +146,9 @@ def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Returns the metrics that compare.py writes for 30 steps on two real ranks, by engine."""
     result = tmp_path_factory.mktemp("compare") / "metrics.json"
-    done = run("compare.py", "--preset=tiny", "--steps=30", "--accumulate=2", "--device=cpu", f"--json={result}")
+    done = run(
+        "benchmarks/gpt/compare.py", "--preset=tiny", "--steps=30", "--accumulate=2", "--device=cpu", f"--json={result}"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASS") == 2
     return {engine: of_engine[0] for engine, of_engine in json.loads(result.read_text()).items()}
@@ -176,7 +178,7 @@ def test_the_measurements_are_there_for_each_rank(runs: dict[str, dict[str, Any]
 
 
 def test_one_process_needs_no_launcher_and_fits_into_its_time() -> None:
-    done = run("train.py", "--device=cpu", "--preset=tiny", "--steps=1000000", "--max-seconds=1", "--bf16")
+    done = run("examples/gpt/train.py", "--device=cpu", "--preset=tiny", "--steps=1000000", "--max-seconds=1", "--bf16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 cpu rank" in done.stdout
     assert "sample, from the prompt 'def '" in done.stdout
@@ -213,7 +215,7 @@ def test_a_loss_that_is_no_number_is_within_no_tolerance() -> None:
 
 def test_accuracy_trains_every_storage_and_says_what_it_costs(tmp_path: Path) -> None:
     result = tmp_path / "accuracy.json"
-    done = run("accuracy.py", "--quick", "--threads=1", f"--json={result}")
+    done = run("benchmarks/gpt/accuracy.py", "--quick", "--threads=1", f"--json={result}")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(result.read_text())["rows"]
     assert set(rows) == {row.name for row in (*accuracy.USUAL, *accuracy.SLOW)}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpt"))
 
 from accuracy import t_quantile
@@ -31,7 +32,7 @@ Run = dict[str, Any]  # the JSON object of --json
 class Goal:
     """A model to train, and the quality to reach."""
 
-    script: str  # in the folder of examples
+    script: str  # in the repository
     quality: str
     target: float
     option: str  # that sets the target
@@ -40,14 +41,18 @@ class Goal:
 
 GOALS = {
     "gpt": Goal(
-        "gpt/train.py",
+        "examples/gpt/train.py",
         "held-out loss (nats per byte)",
         2.0,
         "--target-loss",
         ("--steps=300", "--evaluations=30", "--held-out-rows=128", "--sample-bytes=0"),
     ),
     "resnet": Goal(
-        "tasks/image_classification.py", "held-out accuracy", 0.95, "--target", ("--steps=160", "--evaluations=32")
+        "benchmarks/tasks/image_classification.py",
+        "held-out accuracy",
+        0.95,
+        "--target",
+        ("--steps=160", "--evaluations=32"),
     ),
 }
 
@@ -82,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 def train(goal: Goal, engine: str, seed: int, args: argparse.Namespace) -> Run:
     """Train with an engine until the target is reached, and return the metrics."""
     arguments = [*goal.arguments, f"{goal.option}={args.target or goal.target}", f"--seed={seed}", *args.extra]
-    script = Path(__file__).parents[1] / goal.script
+    script = Path(__file__).parents[2] / goal.script
     return run_ranks(script, engine, arguments, ranks=args.ranks, timeout=args.timeout)
 
 

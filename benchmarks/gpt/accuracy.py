@@ -29,13 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
+
 from data import Corpus, held_out_batches, load_corpus, train_batch
 from launch import positive
 from model import GPT, PRESETS
 from report import console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from torch import Tensor, nn
 from train import BETAS, MAX_GRAD_NORM, WEIGHT_DECAY, learning_rate
 
 from drivetrain.optim import AdamW
@@ -78,9 +81,9 @@ SLOW = (SLOW_REFERENCE, *SLOW_MASTERS, CONTROL)
 
 QUICK = {"preset": "tiny", "seeds": 2, "steps": 10, "batch_size": 4, "block_size": 32, "held_out_rows": 32}
 EPILOG = """examples:
-  python examples/gpt/accuracy.py                        the table of the README
-  python examples/gpt/accuracy.py --seeds 8 --steps 150  more pairs of shorter runs: narrower intervals
-  python examples/gpt/accuracy.py --quick                a check of about a minute that everything runs
+  python benchmarks/gpt/accuracy.py                        the table of the README
+  python benchmarks/gpt/accuracy.py --seeds 8 --steps 150  more pairs of shorter runs: narrower intervals
+  python benchmarks/gpt/accuracy.py --quick                a check of about a minute that everything runs
 
 Reading the table: a difference is a row's held-out loss minus torch's float32 loss with the same seed, in nats
 per byte; above 0 is worse. An interval that contains 0 means that these seeds show no difference; differences smaller

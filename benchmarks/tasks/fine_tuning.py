@@ -2,7 +2,7 @@
 
 Without --model a small BERT starts from random weights, because weights cannot be assumed to be on this machine.
 
-torchrun --nproc-per-node 2 examples/tasks/fine_tuning.py --engine torch
+torchrun --nproc-per-node 2 benchmarks/tasks/fine_tuning.py --engine torch
 """
 
 from __future__ import annotations

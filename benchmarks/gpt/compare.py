@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
+
 from launch import ENGINES, run_ranks
 from model import PRESETS
 from report import console, mebibytes
-from rich.table import Table
 
 Run = dict[str, Any]  # the JSON object of train.py --json
 
@@ -41,8 +44,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 def train(engine: str, args: argparse.Namespace, extra: list[str]) -> Run:
     """Run train.py under torchrun with `engine` and return its metrics."""
     arguments = [f"--preset={args.preset}", f"--steps={args.steps}", f"--seed={args.seed}", "--sample-bytes=0", *extra]
-    script = Path(__file__).with_name("train.py")
-    return run_ranks(script, engine, arguments, ranks=args.ranks, timeout=args.timeout)
+    return run_ranks(
+        Path(__file__).parents[2] / "examples" / "gpt" / "train.py",
+        engine,
+        arguments,
+        ranks=args.ranks,
+        timeout=args.timeout,
+    )
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:

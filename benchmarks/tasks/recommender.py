@@ -3,7 +3,7 @@
 A file and an identifier that occurs in it form a pair, as a user and an item that the user has bought. Most rows of an
 embedding get no gradient in a step, so gradients are sparse.
 
-torchrun --nproc-per-node 2 examples/tasks/recommender.py --engine torch
+torchrun --nproc-per-node 2 benchmarks/tasks/recommender.py --engine torch
 """
 
 from __future__ import annotations

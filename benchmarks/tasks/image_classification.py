@@ -1,6 +1,6 @@
 """Trains a residual network on scikit-learn's handwritten digits, enlarged to 32 x 32 and shifted at random.
 
-torchrun --nproc-per-node 2 examples/tasks/image_classification.py --engine torch
+torchrun --nproc-per-node 2 benchmarks/tasks/image_classification.py --engine torch
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trains a small U-Net to remove noise from scikit-learn's digits, and draws new digits with it.
 
-torchrun --nproc-per-node 2 examples/tasks/diffusion.py --picture digits.png
+torchrun --nproc-per-node 2 benchmarks/tasks/diffusion.py --picture digits.png
 """
 
 from __future__ import annotations

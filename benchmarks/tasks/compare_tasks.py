@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpt"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
 
 from launch import ENGINES, positive, run_ranks
 from report import console

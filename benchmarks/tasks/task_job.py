@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpt"))  # the two modules below serve all examples
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))  # it has the two modules below
 
 from launch import ENGINES, end_process_group, engine_modules, positive, start_process_group
 from measure import StepTimer, gather, peak_memory_bytes, reset_peak_memory

@@ -1,4 +1,4 @@
-"""Tests the example tasks: both engines train each of them to the same losses, and the comparison prints one table."""
+"""Tests benchmarks/tasks: both engines train each of them to the same losses, and the comparison prints one table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 import drivetrain
 
-FOLDER = Path(__file__).parents[2] / "examples" / "tasks"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "tasks"
 sys.path.insert(0, str(FOLDER))
 
 import compare_tasks  # noqa: E402

@@ -90,10 +90,10 @@ def _huggingface(folder: Path, is_ours: bool, stop: int | None) -> Losses:
 
     from drivetrain.checkpointing.frameworks.huggingface import CheckpointCallback
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
     losses: Losses = {}
 
-    class Events(TrainerCallback):  # type: ignore[misc]
+    class Events(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == stop:
                 raise _Stopped
@@ -137,7 +137,7 @@ def _lightning(folder: Path, is_ours: bool, stop: int | None) -> Losses:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     losses: Losses = {}
 
-    class Module(LightningModule):  # type: ignore[misc]
+    class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = _Net()
@@ -145,12 +145,12 @@ def _lightning(folder: Path, is_ours: bool, stop: int | None) -> Losses:
         def training_step(self, rows: Tensor, index: int) -> Tensor:
             loss = self.net(rows)["loss"]
             losses[self.global_step + 1] = loss.item()
-            return loss  # type: ignore[no-any-return]
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), 1e-2)
 
-    class Stop(Callback):  # type: ignore[misc]
+    class Stop(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == stop:
                 raise _Stopped

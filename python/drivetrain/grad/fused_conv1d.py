@@ -14,5 +14,5 @@ class Conv1D(TransformersConv1D):
         """Computes the layer as transformers does."""
         if is_plain(x):
             return _C.fused_linear(x, self.weight, self.bias, is_conv1d=True)
-        output: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        output: Tensor = super().forward(x)
         return output

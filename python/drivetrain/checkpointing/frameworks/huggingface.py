@@ -30,7 +30,7 @@ except ImportError as error:
 _EXTRA = "transformers.Trainer"  # under which the Trainer's own values are saved
 
 
-class CheckpointCallback(TrainerSteps, TrainerCallback):  # type: ignore[misc]
+class CheckpointCallback(TrainerSteps, TrainerCallback):
     """Saves a Trainer's whole state in the background, and continues it with the same bits.
 
     ::

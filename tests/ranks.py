@@ -1,6 +1,7 @@
 """Provides real ranks for tests: processes that live for the session and form a new gloo group for every call."""
 
 import functools
+import gc
 import inspect
 import random
 import time
@@ -91,6 +92,7 @@ def run_on(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 def _serve(connection: Connection, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # tests collect garbage, which takes a fifth of a second with all that torch imports
     while True:
         try:
             store, function, args = connection.recv()

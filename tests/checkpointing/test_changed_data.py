@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.restore import warn_of_differences
 from drivetrain.checkpointing.state.data_position import position_of
 from drivetrain.data import ResumableSampler
+from effort import covering
 
 # torchdata 0.11 sets a vital sign that this torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -121,9 +123,12 @@ def resumable(size: int = 2, length: int = LENGTH, **options: Any) -> Any:
     return DataLoader(range(length), size, sampler=ResumableSampler(length), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("draws", ["at iter()", "first", "each"])
-@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "numpy state", "torch's global", "python's global"])
+KINDS = ("torch", "python", "numpy", "numpy state", "torch's global", "python's global")
+DRAWS = ("at iter()", "first", "each")
+WITHOUT_WORKERS = [(*row, 0) for row in itertools.product(KINDS, DRAWS)]
+
+
+@pytest.mark.parametrize(("kind", "draws", "workers"), [*WITHOUT_WORKERS, *covering(1, KINDS, DRAWS, [2])])
 def test_samplers_that_draw_by_themselves(kind: str, draws: str, workers: int, tmp_path: Path) -> None:
     def make() -> Any:
         options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
@@ -135,9 +140,10 @@ def test_samplers_that_draw_by_themselves(kind: str, draws: str, workers: int, t
         assert seen_batches(folder, make, plain_loop, stop) + seen_batches(folder, make, plain_loop) == whole, stop
 
 
-@pytest.mark.parametrize("workers", [(0, 0, 0), (2, 2, 2), (0, 2, 0), (0, 2, 2), (2, 0, 0), (2, 0, 2)])
-@pytest.mark.parametrize("draws", ["at iter()", "first"])
-@pytest.mark.parametrize("kind", ["python", "torch's global"])
+WORKERS = ((0, 0, 0), (2, 2, 2), (0, 2, 0), (0, 2, 2), (2, 0, 0), (2, 0, 2))
+
+
+@pytest.mark.parametrize(("workers", "kind", "draws"), covering(1, WORKERS, ("python", "torch's global"), DRAWS[:2]))
 def test_an_epoch_that_is_interrupted_twice(kind: str, draws: str, workers: tuple[int, ...], tmp_path: Path) -> None:
     def make(workers: int) -> Callable[[], Any]:
         options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import optim
+from effort import IS_WHOLE
 from optim_cases import OWN_CLASSES
 
 STEPS = 3
@@ -170,20 +171,22 @@ def check(name: str, train: Train, is_mixed: bool, weight_decay: float | None = 
     assert not torch.equal(models[0].embedding.weight, start.embedding.weight)
 
 
-precisions = pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "bf16_mixed"])
+def each_class(*names: str, first: bool) -> pytest.MarkDecorator:
+    """Runs the test for these classes, of which every other one trains in mixed precision; WHOLE=1: all in both."""
+    rows = [(name, (index % 2 == 0) == first) for index, name in enumerate(names)]
+    rows += [(name, not is_mixed) for name, is_mixed in rows] if IS_WHOLE else []
+    return pytest.mark.parametrize(("name", "is_mixed"), rows)
 
 
 @needs("accelerate")
 @pytest.mark.usefixtures("_fresh_accelerate")
-@precisions
-@pytest.mark.parametrize("name", [*OWN_CLASSES, *TORCHS_OWN])
+@each_class(*OWN_CLASSES, *TORCHS_OWN, first=True)
 def test_accelerate(name: str, is_mixed: bool) -> None:
     check(name, train_with_accelerate, is_mixed)
 
 
 @needs("lightning")
-@precisions
-@pytest.mark.parametrize("name", [*OWN_CLASSES, *TORCHS_OWN])
+@each_class(*OWN_CLASSES, *TORCHS_OWN, first=False)
 def test_fabric(name: str, is_mixed: bool) -> None:
     check(name, train_with_fabric, is_mixed)
 
@@ -192,7 +195,6 @@ def test_fabric(name: str, is_mixed: bool) -> None:
 @needs("transformers")
 @needs("accelerate")
 @pytest.mark.usefixtures("_fresh_accelerate")
-@precisions
-@pytest.mark.parametrize("name", OWN_CLASSES)
+@each_class(*OWN_CLASSES, first=True)
 def test_huggingface_trainer(name: str, is_mixed: bool, train_with_huggingface: Train) -> None:
     check(name, train_with_huggingface, is_mixed, weight_decay=0.0)  # the default of TrainingArguments

@@ -202,7 +202,7 @@ def script_ranks(
     folder: Path, script: str, ranks: int, start: Callable[..., Any] | None = None, **environment: str
 ) -> Iterator[list[Any]]:
     """Starts a script as ranks, each by `start(path, environment)` or warm, and kills them at the end."""
-    start = start or started(warm_python())
+    start = start or started(warm_python(has_whole_end=True))
     path = folder / "train.py"
     path.write_text(textwrap.dedent(script))
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment}

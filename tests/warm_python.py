@@ -1,8 +1,11 @@
 """Starts Python in milliseconds, with torch and drivetrain imported, for tests that would call sys.executable.
 
 `warm_python()` returns the path of a program that takes Python's arguments. It asks a server of this test process,
-which has imported torch, for a fork. The fork runs the arguments as `python` does, and ends as an interpreter ends. The
-program passes files, folder, variables and signals on, and dies as the fork dies. If it dies first, the fork is killed.
+which has imported torch, for a fork. The fork runs the arguments as `python` does. The program passes files, folder,
+variables and signals on, and dies as the fork dies. If it dies first, the fork is killed.
+
+A fork joins its threads, calls what is registered for its end, deletes the script's objects and ends there. What a
+whole end does on top, such as the destructors of libraries, takes a third of a second: has_whole_end=True has it.
 
 The program becomes a plain `python` where a fork would behave differently: with other options than -u, -c and -m, with
 inherited files, with variables that are read at the start, and in another namespace or under another resource limit
@@ -24,6 +27,7 @@ from typing import Any, NoReturn
 
 _HEADER_BYTES = 8
 _SESSION = 5  # the place in _facts() of the session and the group; None for a process that leads a session
+_PROGRAM = 2  # its place in a request
 _OWN_GROUP = "a group within a session"  # whoever starts a program so means to signal all that it starts
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
@@ -38,17 +42,17 @@ _PASSED_ON = (
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # `import drivetrain` imports these when they are first used.
 _LATE = [f"drivetrain.{name}" for name in ("budget", "data", "grad.fuse_wgrad", "planner", "recompute", "swap")]
-_programs: dict[tuple[str, ...], str] = {}
+_folders: dict[tuple[str, ...], str] = {}
 
 
-def warm_python(*modules: str) -> str:
+def warm_python(*modules: str, has_whole_end: bool = False) -> str:
     """Returns the path of the program, whose forks have imported these modules as well.
 
     The first call for some modules starts their server, which ends with this process.
     """
-    if modules not in _programs:
-        _programs[modules] = _start(modules)
-    return _programs[modules]
+    if modules not in _folders:
+        _folders[modules] = _start(modules)
+    return f"{_folders[modules]}/{'whole' if has_whole_end else 'python'}"
 
 
 def warm_environ(*modules: str) -> dict[str, str]:
@@ -74,18 +78,19 @@ def _start(modules: tuple[str, ...]) -> str:
     import tempfile
 
     folder = tempfile.mkdtemp(prefix="warm-python-")
-    address, program = f"{folder}/server", f"{folder}/python"
+    address = f"{folder}/server"
     # The server's own import path has no folder of this process; a fork adds those of its variables.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported, and no test needs its hub
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
-        command = [sys.executable, __file__, str(listener.fileno()), program, *modules]
+        command = [sys.executable, __file__, str(listener.fileno()), *modules]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
-    with open(program, "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as file:
-        file.write(f"#!{sys.executable} -IS\nimport sys\nsys.path.append({os.path.dirname(__file__)!r})\n")
-        file.write(f"import warm_python\nwarm_python.run_client({address!r}, sys.argv[1:])\n")
+    for program in ("python", "whole"):
+        with open(f"{folder}/{program}", "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as file:
+            file.write(f"#!{sys.executable} -IS\nimport sys\nsys.path.append({os.path.dirname(__file__)!r})\n")
+            file.write(f"import warm_python\nwarm_python.run_client({address!r}, sys.argv)\n")
 
     def end() -> None:
         assert server.stdin
@@ -94,7 +99,7 @@ def _start(modules: tuple[str, ...]) -> str:
         shutil.rmtree(folder)
 
     atexit.register(end)
-    return program
+    return folder
 
 
 def _facts() -> tuple[Any, ...]:
@@ -136,14 +141,15 @@ def _parsed(arguments: list[str]) -> tuple[bool, str, list[str]] | None:
 # ---- The program.
 
 
-def run_client(address: str, arguments: list[str]) -> NoReturn:
+def run_client(address: str, argv: list[str]) -> NoReturn:
     """Asks the server at the address for a fork that runs the arguments, and ends as the fork ends."""
+    program, *arguments = argv
     ignores = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # a fork would not
     parsed = None if ignores or _has_inherited_files() else _parsed(arguments)
     with socket.socket(socket.AF_UNIX) as connection:
         if parsed is not None:
             connection.connect(address)
-            request = marshal.dumps((_facts(), parsed, arguments, dict(os.environ), os.getcwd()))
+            request = marshal.dumps((_facts(), parsed, program, arguments, dict(os.environ), os.getcwd()))
             header = len(request).to_bytes(_HEADER_BYTES, "little")
             socket.send_fds(connection, [header], [0, 1, 2])
             for number in _SIGNALS:
@@ -273,7 +279,7 @@ def _become(request: tuple[Any, ...]) -> None:
     import numpy as np
     import torch
 
-    _, (is_unbuffered, kind, argv), arguments, environment, folder = request
+    _, (is_unbuffered, kind, argv), program, arguments, environment, folder = request
     for file in (0, 1, 2):
         os.set_inheritable(file, True)
     os.chdir(folder)
@@ -290,7 +296,7 @@ def _become(request: tuple[Any, ...]) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     sys.excepthook = _show
     sys.orig_argv = [sys.executable, *arguments]
-    sys.executable = sys.argv[2]  # what the program starts is warm, too
+    sys.executable = program  # what the program starts is warm, too
     added = environment.get("PYTHONPATH", "")
     sys.path[0:1] = [path or folder for path in added.split(":")] if added else []
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -310,6 +316,37 @@ def _become(request: tuple[Any, ...]) -> None:
         with open(argv[0], "rb") as file:
             code = compile(file.read(), main.__file__, "exec")
         exec(code, main.__dict__)
+
+
+def _code_of(request: tuple[Any, ...]) -> int:
+    """Runs the program, and returns its exit code. What needs an interpreter's own end is raised."""
+    try:
+        _become(request)
+    except SystemExit as error:
+        if not isinstance(error.code, int | None):
+            raise
+        return error.code or 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """Ends as an interpreter does, without what it and the libraries do to free memory."""
+    import gc
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.modules["__main__"].__dict__.clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 120
+    os._exit(code & 0xFF)
 
 
 def _output(file: int, is_unbuffered: bool) -> Any:
@@ -336,6 +373,10 @@ if __name__ == "__main__":
     import numpy  # noqa: F401
     import torch._dynamo  # noqa: F401 - torch's optimizers import it on first use, which takes more than a second
 
-    for name in (*_LATE, *sys.argv[3:]):
+    for name in (*_LATE, *sys.argv[2:]):
         importlib.import_module(name)
-    _become(_serve(socket.socket(fileno=int(sys.argv[1])), facts))
+    request = _serve(socket.socket(fileno=int(sys.argv[1])), facts)
+    if request[_PROGRAM].endswith("/whole"):
+        _become(request)
+    else:
+        _end(_code_of(request))

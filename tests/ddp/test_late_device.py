@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[1] / "late_device"
 
 
 def test_data_parallelism(late_device: Path) -> None:
-    command = [warm_python(), str(FOLDER / "reduce.py"), str(late_device)]
+    command = [warm_python(has_whole_end=True), str(FOLDER / "reduce.py"), str(late_device)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     verdicts = re.findall(r"^(OK|BAD) ", run.stdout, re.MULTILINE)
     assert len(verdicts) > 20, run.stderr
@@ -24,6 +24,6 @@ def test_data_parallelism(late_device: Path) -> None:
 
 @pytest.mark.parametrize(("how", "lost"), [("killed", "has ended"), ("still", "stands still")])
 def test_a_lost_rank_is_named(late_device: Path, how: str, lost: str) -> None:
-    command = [warm_python(), str(FOLDER / "lost_rank.py"), str(late_device), how]
+    command = [warm_python(has_whole_end=True), str(FOLDER / "lost_rank.py"), str(late_device), how]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert f"the rank that waits names the one that {lost}" in run.stdout, run.stdout + run.stderr

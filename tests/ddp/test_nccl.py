@@ -517,7 +517,7 @@ del flat
 
 def test_python_may_end_right_after_a_collective(fakes: Path, tmp_path: Path) -> None:
     """Checks that the communicator's thread frees memory without the GIL: asking for it would end the process."""
-    command = [warm_python(), "-c", ENDS_AFTER_A_COLLECTIVE, str(fakes)]
+    command = [warm_python(has_whole_end=True), "-c", ENDS_AFTER_A_COLLECTIVE, str(fakes)]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -557,7 +557,7 @@ SEPARATE_RANK = """
 def test_falls_back_between_containers(tmp_path: Path) -> None:
     unshare = ("unshare", "--pid", "--fork", "--kill-child")
     needs_namespaces(*unshare, "true")
-    with script_ranks(tmp_path, SEPARATE_RANK, 2, started(warm_python(), prefix=unshare)) as ranks:
+    with script_ranks(tmp_path, SEPARATE_RANK, 2, started(warm_python(has_whole_end=True), prefix=unshare)) as ranks:
         results = [rank.communicate(timeout=60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], results
     assert [out for out, _ in results] == ["torch\ntorch\n"] * 2

@@ -54,6 +54,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 )
 def test_a_forked_child_steps_as_its_parent(kind: str, options: dict[str, Any]) -> None:
     child = subprocess.run(
-        [warm_python(), "-c", SCRIPT, kind, repr(options)], timeout=LIMIT_S, capture_output=True, text=True
+        [warm_python(has_whole_end=True), "-c", SCRIPT, kind, repr(options)],
+        timeout=LIMIT_S,
+        capture_output=True,
+        text=True,
     )
     assert child.returncode == 0, child.stderr

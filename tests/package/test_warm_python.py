@@ -48,6 +48,8 @@ def outcome(python: str, arguments: list[str], folder: Path, **environ: str) -> 
         ["-c", "import atexit, threading; atexit.register(print, 'end'); threading.Thread(target=print).start()"],
         ["-c", "import os; print(os.environ['GIVEN'], os.getcwd())"],
         ["-c", "import torch; print(torch.get_num_threads())"],
+        ["-c", "class Last:\n    def __del__(self):\n        print('deleted')\nlast = Last()\nprint('end')"],
+        ["-c", "import os, sys; os.close(1); print('lost')"],
         ["-W", "error", "-c", "print(1)"],
         ["no_such_script.py"],
     ],
@@ -61,6 +63,13 @@ def test_it_behaves_as_python(arguments: list[str], tmp_path: Path) -> None:
     code, out, error = outcome(warm_python(), arguments, tmp_path, GIVEN="value")
     assert (code, out) == expected[:2]
     assert error == expected[2]
+
+
+def test_a_whole_end_calls_what_libraries_have_registered() -> None:
+    program = "import ctypes\nc = ctypes.CDLL(None)\nc.strdup.restype = ctypes.c_void_p\n"
+    program += "c.__cxa_atexit(c.puts, ctypes.c_void_p(c.strdup(b'called')), None)"
+    said = [outcome(warm_python(has_whole_end=is_whole), ["-c", program], Path())[1] for is_whole in (False, True)]
+    assert said == ["", "called\n"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

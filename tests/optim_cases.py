@@ -1,6 +1,7 @@
 """Cases and helpers that the tests of optimizers share: classes, options, tolerances, parameters and comparisons."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain import _C, optim
 from drivetrain.optim.precision import SCALAR_NAMES
+from effort import IS_WHOLE
 from precision_cases import same_bits
 from reference.adamw_schedule_free import AdamWScheduleFree
 from reference.adan import Adan
@@ -162,6 +164,23 @@ CASES: dict[str, Case] = {
     ),
 }
 cases = pytest.mark.parametrize("case", CASES)
+
+
+def each_rule(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Returns rows of a case and a value of each of the choices.
+
+    Every class has all combinations of the choices, with its cases in turn; with WHOLE=1, every case has them.
+    """
+    indexes = list(itertools.product(*(range(len(values)) for values in map(list, choices))))
+    of_class: dict[type, list[str]] = {}
+    for name, case in CASES.items():
+        of_class.setdefault(case.ours, []).append(name)
+    rows = []
+    for row, values in zip(indexes, itertools.product(*choices), strict=True):
+        for names in of_class.values():
+            rows += [(name, *values) for name in (names if IS_WHOLE else [names[sum(row) % len(names)]])]
+    return rows
+
 
 # The largest relative and absolute differences after several steps, for values and updates of size about 1. The
 # reference computes in float64 and rounds the values that it stores.

@@ -21,6 +21,7 @@ from ddp_cases import errors_of_survivors
 from drivetrain import DistributedDataParallel
 from drivetrain.ddp import sharding
 from drivetrain.ddp import transport as transports
+from effort import covering
 from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
@@ -110,19 +111,18 @@ def assert_equal_bits(plain: Any, net: Any, what: Any, steps: int = 2) -> None:
 
 def compare_bits(layouts: list[list[list[int]]]) -> None:
     hosts = (("torch", 1), ("shm", 2), ("shm", 4))[: dist.get_world_size()]
-    for groups, (transport, per_host) in itertools.product(layouts, hosts):
-        more = () if groups else (torch.bfloat16, torch.float64, torch.float16)[: 3 if transport == "torch" else 1]
-        for dtype in (torch.float32, *more):
-            plain, net = wrapped(transport, per_host, groups, dtype)
-            assert_equal_bits(plain, net, (groups, transport, per_host, dtype))
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    for groups, (transport, per_host), dtype in covering(1, layouts, hosts, dtypes):
+        plain, net = wrapped(transport, per_host, groups, dtype)
+        assert_equal_bits(plain, net, (groups, transport, per_host, dtype))
 
 
 def compare_rounded_bits(layouts: list[list[list[int]]]) -> None:
     """Compares where values are rounded on the wire. Rounding errors of one step change the next step's bits."""
-    for groups, (transport, per_host) in itertools.product(layouts, (("torch", 1), ("shm", 2))):
-        for wire_dtype in WIRE_DTYPES:
-            plain, net = wrapped(transport, per_host, groups, torch.float32, wire_dtype=wire_dtype)
-            assert_equal_bits(plain, net, (groups, transport, per_host, wire_dtype), steps=4)
+    width = 1 if layouts == [[]] else 2
+    for groups, (transport, per_host), wire_dtype in covering(width, layouts, (("torch", 1), ("shm", 2)), WIRE_DTYPES):
+        plain, net = wrapped(transport, per_host, groups, torch.float32, wire_dtype=wire_dtype)
+        assert_equal_bits(plain, net, (groups, transport, per_host, wire_dtype), steps=4)
 
 
 def test_scattered_sums_have_the_bits_of_all_reduced_ones_with_a_wire_dtype(
@@ -226,15 +226,13 @@ def test_wrappers_share_the_group_of_second_exchanges(on_four_ranks: OnRanks) ->
 # ---- Bytes.
 
 
-def bytes_on_the_wire(
-    cases: list[tuple[str, int, list[list[int]], Shapes]], wire_dtype: torch.dtype | None
-) -> list[tuple[float, float]]:
+def bytes_on_the_wire(cases: list[Any]) -> list[tuple[float, float]]:
     """Returns, for each case, the bytes per byte of gradients that a rank sends, or receives, without `shard` and with.
 
     The larger of the two counts.
     """
     found = []
-    for transport, per_host, groups, shapes in cases:
+    for (transport, per_host, groups, shapes, *_), wire_dtype in cases:
         models = wrapped(transport, per_host, groups, torch.float32, shapes, wire_dtype=wire_dtype)
         whole = sum(weight.nbytes for weight in models[0].module.weights)
         moved = []
@@ -267,10 +265,10 @@ WIRE = [
 ON_WIRE = {None: 1.0, torch.bfloat16: 1 / 2, torch.float8_e5m2: 257 / 256 / 4}
 
 
-@pytest.mark.parametrize("wire_dtype", ON_WIRE, ids=str)
-def test_a_scatter_sends_what_other_ranks_need(on_four_ranks: OnRanks, wire_dtype: torch.dtype | None) -> None:
-    by_rank = on_four_ranks(bytes_on_the_wire, [case[:4] for case in WIRE], wire_dtype)
-    for case, found in zip(WIRE, zip(*by_rank, strict=True), strict=True):
+def test_a_scatter_sends_what_other_ranks_need(on_four_ranks: OnRanks) -> None:
+    cases = covering(1, WIRE, list(ON_WIRE))
+    by_rank = on_four_ranks(bytes_on_the_wire, cases)
+    for (case, wire_dtype), found in zip(cases, zip(*by_rank, strict=True), strict=True):
         for moved, expected in zip(zip(*found, strict=True), case[4:], strict=True):
             assert max(moved) == pytest.approx(ON_WIRE[wire_dtype] * expected, rel=0.03), (case, found)
 

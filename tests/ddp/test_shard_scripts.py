@@ -26,6 +26,7 @@ import drivetrain
 from drivetrain import DistributedDataParallel
 from drivetrain.ddp import state_server
 from drivetrain.optim import full_state_dict
+from effort import covering
 from ranks import run_on
 
 OnRanks = Callable[..., list[Any]]
@@ -45,24 +46,23 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
 @run_on(2)
 def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone() -> None:
     """New wrappers of a module train as the unsharded ones do, with a new optimizer or the one before."""
-    for make in (OURS["AdamW"], TORCHS["AdamW"]):
-        for modes in (("optimizer", "gradients"), ("gradients", "optimizer"), ("optimizer", None)):
-            for keeps in (False, True) if None not in modes else (False,):
-                for overlaps in (False, True):
-                    result = []
-                    for shards in (modes, (None, None)):
-                        model = Odd()
-                        optimizer = None
-                        for at, shard in enumerate(shards):
-                            options = {} if shard is None else {"shard": shard, "overlap_gather": overlaps}
-                            net = DistributedDataParallel(model, **options)
-                            if optimizer is None or not keeps:
-                                optimizer = make(model.parameters())
-                            step(net, optimizer, 2 * at)
-                            step(net, optimizer, 2 * at + 1)
-                            del net
-                        result.append(model)
-                    expect_equal(*result, (modes, keeps, overlaps))
+    makes, both = (OURS["AdamW"], TORCHS["AdamW"]), (False, True)
+    changes = (("optimizer", "gradients"), ("gradients", "optimizer"), ("optimizer", None))
+    for make, modes, keeps, overlaps in covering(2, makes, changes, both, both):
+        result = []
+        for shards in (modes, (None, None)):
+            model = Odd()
+            optimizer = None
+            for at, shard in enumerate(shards):
+                options = {} if shard is None else {"shard": shard, "overlap_gather": overlaps}
+                net = DistributedDataParallel(model, **options)
+                if optimizer is None or not keeps or None in modes:
+                    optimizer = make(model.parameters())
+                step(net, optimizer, 2 * at)
+                step(net, optimizer, 2 * at + 1)
+                del net
+            result.append(model)
+        expect_equal(*result, (modes, keeps, overlaps))
 
 
 @run_on(2)
@@ -180,20 +180,18 @@ def saved_by(save: Callable[[Any, Any], None], values: Any) -> Any:
 def save_alone(folder: Path, savers: int) -> None:
     """One rank saves whole, plain states while the others train on."""
     makes = (OURS["AdamW"], TORCHS["AdamW"], TORCHS["SGD"], drivetrain.optim.Adafactor)
-    for number, make in enumerate(makes):
-        for mode in MODES:
-            for saver in range(savers):
-                net, optimizer = train(make, Odd(), shard=mode)
-                path = folder / f"{number}-{mode}-{saver}"
-                if dist.get_rank() == saver:
-                    torch.save(optimizer.state_dict(), path)
-                    assert_plain(pickle.loads(pickle.dumps(optimizer.state_dict())), optimizer)
-                expected = copy.deepcopy(full_state_dict(optimizer, None))
-                step(net, optimizer, 2)
-                dist.barrier()
-                found = torch.load(path, weights_only=True)
-                assert_plain(found, optimizer)
-                torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+    for make, mode, saver in covering(2, makes, MODES, range(savers)):
+        net, optimizer = train(make, Odd(), shard=mode)
+        path = folder / f"{makes.index(make)}-{mode}-{saver}"
+        if dist.get_rank() == saver:
+            torch.save(optimizer.state_dict(), path)
+            assert_plain(pickle.loads(pickle.dumps(optimizer.state_dict())), optimizer)
+        expected = copy.deepcopy(full_state_dict(optimizer, None))
+        step(net, optimizer, 2)
+        dist.barrier()
+        found = torch.load(path, weights_only=True)
+        assert_plain(found, optimizer)
+        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
 
 
 def assert_plain(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:

@@ -18,6 +18,7 @@ from ddp_cases import SMALL_BUCKETS, OnRanks, assert_equal_grads, inputs, linear
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import tag_board
 from drivetrain.ddp import transport as transports
+from effort import covering
 from ranks import run_on
 
 DIFFERENCE = "the ranks start different collectives: "
@@ -119,8 +120,7 @@ def check_messages(messages: list[str], *parts: str) -> None:
             assert part in message, message
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("dtype", "transport"), covering(1, DTYPES, TRANSPORTS))
 def test_a_step_given_up_on_one_rank(on_ranks: OnRanks, transport: str, dtype: torch.dtype) -> None:
     messages = on_ranks(given_up, transport, dtype)
     check_messages(messages, "bucket 2 in synchronized step 4", "bucket 0 in synchronized step 4")
@@ -175,8 +175,10 @@ def weight_on_one_rank(make: Callable[[], tuple[nn.Module, Tensor]], transport: 
         return message_of(RuntimeError, go_on)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("make", [dense, sparse, complex_numbers, static, hooked, on_the_wire])
+MAKES = (dense, sparse, complex_numbers, static, hooked, on_the_wire)
+
+
+@pytest.mark.parametrize(("make", "transport"), covering(1, MAKES, TRANSPORTS))
 def test_a_weight_on_one_rank(on_ranks: OnRanks, make: Callable[[], tuple[nn.Module, Tensor]], transport: str) -> None:
     messages = on_ranks(weight_on_one_rank, make, transport)
     if make is hooked:
@@ -260,9 +262,10 @@ def a_backward_on_one_rank(
         return message_of(RuntimeError, go_on)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("make", [dense, sparse, hooked, static])
-@pytest.mark.parametrize("run", [again_through_the_outputs, of_the_inner_module_first, of_a_forward_under_no_sync])
+RUNS = (again_through_the_outputs, of_the_inner_module_first, of_a_forward_under_no_sync)
+
+
+@pytest.mark.parametrize(("run", "make", "transport"), covering(2, RUNS, (dense, sparse, hooked, static), TRANSPORTS))
 def test_a_backward_on_one_rank(
     on_ranks: OnRanks,
     run: Callable[[nn.Module, Tensor], None],
@@ -299,9 +302,9 @@ def weighted_backward_on_one_rank(
         return message_of(RuntimeError, go_on)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("make", [dense, hooked, static])
-@pytest.mark.parametrize("runs_under_no_sync", [False, True])
+@pytest.mark.parametrize(
+    ("runs_under_no_sync", "make", "transport"), covering(2, (False, True), (dense, hooked, static), TRANSPORTS)
+)
 def test_a_weighted_backward_on_one_rank(
     on_ranks: OnRanks, make: Callable[[], tuple[nn.Module, Tensor]], runs_under_no_sync: bool, transport: str
 ) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import drivetrain
 from drivetrain import optim
 from drivetrain.amp import GradScaler
+from effort import covering
 from ranks import run_on
 
 Run = Callable[..., list[Any]]
@@ -501,70 +502,72 @@ def test_schedule_free_adamw_moves_parts(options: dict[str, Any], dtype: torch.d
 SUMMED = [(600, 300), (8, 6), (5, 3), (1, 4), (1,), (3, 6, 4), (16,)]
 
 
-def _summed_rules(layouts: list[tuple[tuple[int, ...], list[Any]]]) -> None:
+RULES = (("LAMB", {"weight_decay": 0.1}), ("Adafactor", {"weight_decay": 0.1}), ("Muon", {}))
+
+
+def _summed_rules(cases: list[Any]) -> None:
     """Compares rules that sum over whole parameters, on parts, with steps of whole parameters and with torch's."""
-    for sizes, placements in layouts:
+    for (name, options), placements, sizes in cases:
         mesh = mesh_of(*sizes)
-        for name, options in (("LAMB", {"weight_decay": 0.1}), ("Adafactor", {"weight_decay": 0.1}), ("Muon", {})):
-            shapes = [s for s in SUMMED if all(getattr(p, "dim", 0) < len(s) for p in placements)]
-            if name == "Muon":
-                shapes = [s for s in shapes if len(s) == 2 and max(s) < 100]
+        shapes = [s for s in SUMMED if all(getattr(p, "dim", 0) < len(s) for p in placements)]
+        if name == "Muon":
+            shapes = [s for s in shapes if len(s) == 2 and max(s) < 100]
 
-            def parameters(shapes: list[tuple[int, ...]] = shapes) -> list[nn.Parameter]:
-                return [nn.Parameter(values(shape, seed)) for seed, shape in enumerate(shapes)]
+        def parameters(shapes: list[tuple[int, ...]] = shapes) -> list[nn.Parameter]:
+            return [nn.Parameter(values(shape, seed)) for seed, shape in enumerate(shapes)]
 
-            sharded = [nn.Parameter(distribute_tensor(p.data, mesh, placements)) for p in parameters()]
-            plain, theirs = parameters(), parameters()
-            groups = [{"params": sharded[1:]}, {"params": sharded[:1], "lr": 3e-3}]
-            ours = getattr(optim, name)(groups, lr=1e-2, max_grad_norm=2.0, **options)
-            whole_groups = [{"params": plain[1:]}, {"params": plain[:1], "lr": 3e-3}]
-            unsharded = getattr(optim, name)(whole_groups, lr=1e-2, max_grad_norm=2.0, **options)
-            their_groups = [{"params": theirs[1:]}, {"params": theirs[:1], "lr": 3e-3}]
-            torchs = None if name == "LAMB" else getattr(torch.optim, name)(their_groups, lr=1e-2, **options)
-            for step in range(3):
-                for params in (sharded, plain, theirs):
-                    set_grads(params, step)
-                torch.nn.utils.clip_grad_norm_(theirs, 2.0)
-                for optimizer in (ours, unsharded, torchs):
-                    if optimizer is not None:
-                        optimizer.step()
-            for mine, param, their in zip(sharded, plain, theirs, strict=True):
-                where = f"{name}, {tuple(param.shape)}, {placements}"
-                tolerance = {"rtol": 1e-5, "atol": 1e-6, "msg": lambda text, where=where: f"{where}: {text}"}
-                torch.testing.assert_close(whole(mine).detach(), param.detach(), **tolerance)
-                torch.testing.assert_close(whole(mine.grad), param.grad, **tolerance)
-                if torchs is not None:
-                    rough = {"rtol": 1e-2, "atol": 1e-3} if name == "Muon" else {"rtol": 1e-4, "atol": 1e-5}
-                    torch.testing.assert_close(whole(mine).detach(), their.detach(), **rough)
-                for entry, value in unsharded.state[param].items():
-                    if entry == "step":
-                        assert ours.state[mine][entry] == value
-                        continue
-                    found = ours.state[mine][entry]
-                    assert isinstance(found, DTensor), where
-                    assert found.shape == value.shape, where
-                    torch.testing.assert_close(whole(found), value, **tolerance)
-                    for dim, place in enumerate(found.placements):  # Replicated states are equal.
-                        if isinstance(place, Replicate):
-                            local = found.to_local().clone()
-                            dist.broadcast(local, dist.get_global_rank(mesh.get_group(dim), 0), mesh.get_group(dim))
-                            torch.testing.assert_close(found.to_local(), local, rtol=0, atol=0)
-            before = [whole(param).detach().clone() for param in sharded]
-            set_grads(sharded, 0)
-            if dist.get_rank() % 2 == 0:  # All copies of a part overflow.
-                sharded[1].grad.to_local().fill_(float("inf"))  # type: ignore[union-attr]
-            with pytest.warns(UserWarning, match="the step was left out"):
-                ours.step()
-            assert_equal(sharded, before)
+        sharded = [nn.Parameter(distribute_tensor(p.data, mesh, placements)) for p in parameters()]
+        plain, theirs = parameters(), parameters()
+        groups = [{"params": sharded[1:]}, {"params": sharded[:1], "lr": 3e-3}]
+        ours = getattr(optim, name)(groups, lr=1e-2, max_grad_norm=2.0, **options)
+        whole_groups = [{"params": plain[1:]}, {"params": plain[:1], "lr": 3e-3}]
+        unsharded = getattr(optim, name)(whole_groups, lr=1e-2, max_grad_norm=2.0, **options)
+        their_groups = [{"params": theirs[1:]}, {"params": theirs[:1], "lr": 3e-3}]
+        torchs = None if name == "LAMB" else getattr(torch.optim, name)(their_groups, lr=1e-2, **options)
+        for step in range(3):
+            for params in (sharded, plain, theirs):
+                set_grads(params, step)
+            torch.nn.utils.clip_grad_norm_(theirs, 2.0)
+            for optimizer in (ours, unsharded, torchs):
+                if optimizer is not None:
+                    optimizer.step()
+        for mine, param, their in zip(sharded, plain, theirs, strict=True):
+            where = f"{name}, {tuple(param.shape)}, {placements}"
+            tolerance = {"rtol": 1e-5, "atol": 1e-6, "msg": lambda text, where=where: f"{where}: {text}"}
+            torch.testing.assert_close(whole(mine).detach(), param.detach(), **tolerance)
+            torch.testing.assert_close(whole(mine.grad), param.grad, **tolerance)
+            if torchs is not None:
+                rough = {"rtol": 1e-2, "atol": 1e-3} if name == "Muon" else {"rtol": 1e-4, "atol": 1e-5}
+                torch.testing.assert_close(whole(mine).detach(), their.detach(), **rough)
+            for entry, value in unsharded.state[param].items():
+                if entry == "step":
+                    assert ours.state[mine][entry] == value
+                    continue
+                found = ours.state[mine][entry]
+                assert isinstance(found, DTensor), where
+                assert found.shape == value.shape, where
+                torch.testing.assert_close(whole(found), value, **tolerance)
+                for dim, place in enumerate(found.placements):  # Replicated states are equal.
+                    if isinstance(place, Replicate):
+                        local = found.to_local().clone()
+                        dist.broadcast(local, dist.get_global_rank(mesh.get_group(dim), 0), mesh.get_group(dim))
+                        torch.testing.assert_close(found.to_local(), local, rtol=0, atol=0)
+        before = [whole(param).detach().clone() for param in sharded]
+        set_grads(sharded, 0)
+        if dist.get_rank() % 2 == 0:  # All copies of a part overflow.
+            sharded[1].grad.to_local().fill_(float("inf"))  # type: ignore[union-attr]
+        with pytest.warns(UserWarning, match="the step was left out"):
+            ours.step()
+        assert_equal(sharded, before)
 
 
 def test_rules_that_add_up_over_parameters_step_parts(on_ranks: Run) -> None:
-    on_ranks(_summed_rules, [((2,), [Shard(0)]), ((2,), [Shard(1)])])
+    on_ranks(_summed_rules, covering(2, RULES, [[Shard(0)], [Shard(1)]], [(2,)]))
 
 
 def test_rules_that_add_up_over_parameters_on_four_ranks(on_four_ranks: Run) -> None:
     layouts = [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]]
-    on_four_ranks(_summed_rules, [((2, 2), placements) for placements in layouts])
+    on_four_ranks(_summed_rules, covering(1, RULES, layouts, [(2, 2)]))
 
 
 @pytest.mark.parametrize("name", ["LAMB", "Adafactor"])

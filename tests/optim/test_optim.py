@@ -20,14 +20,14 @@ from optim_cases import (
     assert_same_bits_everywhere,
     cases,
     copies,
+    each_rule,
     make_params,
     round_stored,
     set_grads,
 )
 
 
-@cases
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("case", "dtype"), each_rule(TOLERANCES))
 def test_matches_float64_with_stored_values_rounded(case: str, dtype: torch.dtype, isa: str) -> None:
     ours, theirs, options = CASES[case]
     params = make_params(dtype)
@@ -41,8 +41,7 @@ def test_matches_float64_with_stored_values_rounded(case: str, dtype: torch.dtyp
     assert_same([p.double() for p in params], expected, **TOLERANCES[dtype])
 
 
-@cases
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("case", "dtype"), each_rule(TOLERANCES))
 def test_neither_instruction_sets_nor_threads_change_the_bits(case: str, dtype: torch.dtype) -> None:
     ours, _, options = CASES[case]
     start = make_params(dtype, shapes=[(1000,), (33,), (40_001,)])

@@ -19,7 +19,7 @@ import drivetrain.amp
 from drivetrain import optim
 from optim_cases import ADAFACTOR_PRECISIONS as ADAFACTORS_PRECISIONS
 from optim_cases import ADAFACTOR_SHAPES as MATRICES
-from optim_cases import CASES, assert_same, cases, copies, make_params, set_grads
+from optim_cases import CASES, assert_same, cases, copies, each_rule, make_params, set_grads
 from precision_cases import PRECISIONS, everything, same_bits
 from waits import no_waiting
 
@@ -52,10 +52,10 @@ def assert_same_bits(on_cpu: Any, on_device: Any) -> None:
         assert same_bits(a, b.cpu())
 
 
-@cases
-@pytest.mark.parametrize("max_norm", [0.5, math.inf])
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("case", "max_norm", "zero", "dtype"), each_rule((0.5, math.inf), (False, True), DTYPES))
 def test_treated_gradients_give_the_cpus_bits(case: str, max_norm: float, zero: bool, dtype: torch.dtype) -> None:
     ours, _, options = CASES[case]
     optimizers = pair(ours, {**options, "max_grad_norm": max_norm, "zero_grads_in_step": zero}, dtype)
@@ -115,8 +115,7 @@ def test_a_step_does_not_wait_for_the_device(case: str) -> None:
             optimizer.step()
 
 
-@cases
-@pytest.mark.parametrize("precision", ["as_it_is", *PRECISIONS])
+@pytest.mark.parametrize(("case", "precision"), each_rule(["as_it_is", *PRECISIONS]))
 def test_a_first_step_does_not_wait_for_the_device_either(case: str, precision: str) -> None:
     """The first step makes the states, and the second one converts them."""
     ours, _, options = CASES[case]

@@ -5,6 +5,7 @@ wrong device or a copy to the host on every machine. tests/native/convert_tests.
 write, and tests/optim/test_optim_cuda.py tests whole steps on a GPU.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from drivetrain import _C, optim
 from drivetrain.optim.engine import Engine
 from drivetrain.optim.native_step import complete_states
 from drivetrain.optim.rule import rule_of
-from optim_cases import CASES, cases
+from optim_cases import CASES, cases, each_rule
 from precision_cases import PRECISIONS
 
 SHAPES: list[Any] = [(64, 48), (48, 300), (0, 4), (300, 17)]
@@ -58,8 +59,10 @@ class NotRun(_C.Conversions):
 
 
 @pytest.mark.usefixtures("_fake_cuda")
-@pytest.mark.parametrize("precision", ["as_it_is", *PRECISIONS])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*each_rule(["as_it_is", *PRECISIONS]), *itertools.product(("muon", "adafactor"), ["as_it_is", *PRECISIONS])],
+)
 def test_states_are_made_and_converted_without_a_wait(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

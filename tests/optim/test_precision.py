@@ -19,7 +19,7 @@ from drivetrain.optim.rule import rule_of
 from drivetrain.planner.formats import kept_32_bits, state_bytes
 from drivetrain.planner.trace import ParameterInfo
 from effort import rounds
-from optim_cases import CASES, assert_same_bits_everywhere, cases
+from optim_cases import CASES, assert_same_bits_everywhere, cases, each_rule
 from precision_cases import HALVES, PRECISIONS, SHAPES, everything, make_params, precisions, same_bits, set_grads
 from reference import formats
 
@@ -33,10 +33,8 @@ STATE_SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 5000]
 @pytest.mark.parametrize("remainder_bits", [16, 8])
 def test_the_split_over_all_mantissas(remainder_bits: int, exponent: int) -> None:
     dtype = {16: torch.int16, 8: torch.int8}[remainder_bits]
-    # Each part fits into a cache.
-    for first in [
-        bits + (sign << 31) for sign in (0, 1) for bits in range(exponent << 23, (exponent + 1) << 23, 2**18)
-    ]:
+    parts = [bits + (sign << 31) for sign in (0, 1) for bits in range(exponent << 23, (exponent + 1) << 23, 2**18)]
+    for first in parts[:: rounds(7, 1)]:  # each fits into a cache, and has all of the last 18 bits
         values = formats.float_of(torch.arange(first, first + 2**18))
         halves, remainders = (part.to(torch.int16) for part in formats.split(values, remainder_bits))
         nan = values.isnan()
@@ -237,12 +235,15 @@ def stored(dtype: torch.dtype, extra: Tensor | None, values: Tensor) -> Tensor:
     return _C.optim_load_param(param, _C.optim_store_param(param, values, extra.dtype))
 
 
-@precisions
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def fits(precision: str, dtype: torch.dtype) -> bool:
+    return dtype != torch.float16 or PRECISIONS[precision].get("master_bits") != 24
+
+
+ROWS = [row for row in each_rule(PRECISIONS, [torch.float32, *HALVES]) if fits(*row[1:])]
+
+
+@pytest.mark.parametrize(("case", "precision", "dtype"), ROWS)
 def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision: str, dtype: torch.dtype) -> None:
-    if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
-        pytest.skip("24 bits are for bfloat16 parameters")
     ours, _, options = CASES[case]
     params = make_params(dtype)
     optimizer = ours(params, **options, **PRECISIONS[precision], min_8bit_size=1000)
@@ -313,11 +314,8 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
                 assert dtype_kept in ([torch.float32] if is_small and bits in (8, "fp8") else wanted)
 
 
-@precisions
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(("precision", "dtype"), sorted({row[1:] for row in ROWS}, key=str))
 def test_neither_instruction_sets_nor_threads_change_the_bits(precision: str, dtype: torch.dtype) -> None:
-    if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
-        pytest.skip("24 bits are for bfloat16 parameters")
     # The parameters have many blocks, do not end with a block, and are cut between threads.
     start = make_params(dtype, [(37, 4111), (3, 5), (129, 257), (300_001, 1), (2, 2)])
     options = {**PRECISIONS[precision], "min_8bit_size": 0, "max_grad_norm": 1.0}
@@ -721,7 +719,7 @@ def test_frozen_parameters_may_have_any_dtype() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_cuda_gives_the_cpus_bits(case: str, precision: str, dtype: torch.dtype, shapes: list[Any]) -> None:
     """Vectors keep float32 states, so that matrices alone reach the kernels of 8-bit ones by themselves."""
-    if dtype == torch.float16 and PRECISIONS[precision].get("master_bits") == 24:
+    if not fits(precision, dtype):
         pytest.skip("24 bits are for bfloat16 parameters")
     ours, _, options = CASES[case]
     params = make_params(dtype, shapes)

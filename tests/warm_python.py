@@ -8,10 +8,11 @@ A fork joins its threads, calls what is registered for its end, deletes the scri
 whole end does on top, such as the destructors of libraries, takes a third of a second: has_whole_end=True has it.
 
 The program becomes a plain `python` where a fork would behave differently: with other options than -u, -c and -m, with
-inherited files, with variables that are read at the start, and in another namespace or under another resource limit
-than the server, or if the program leads a group in another's session. A program of another session or group than the
-server's gets a fork that leads a session of its own. Signals to the program's group reach the fork, but not what the
-fork has started, unless the program leads its session, too.
+inherited files, with variables that are read at the start, in another namespace of processes or users or under another
+resource limit than the server, or if the program leads a group in another's session. A fork joins namespaces of
+networks and mounts. A program of another session or group than the server's gets a fork that leads a session of its
+own. Signals to the program's group reach the fork, but not what the fork has started, unless the program leads its
+session, too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import sys
 from typing import Any, NoReturn
 
 _HEADER_BYTES = 8
+_SPACES = 1  # the place in _facts() of the namespaces
+_JOINED = ("mnt", "net", "uts")  # a fork joins these of its program
 _SESSION = 5  # the place in _facts() of the session and the group; None for a process that leads a session
 _PROGRAM = 2  # its place in a request
 _OWN_GROUP = "a group within a session"  # whoever starts a program so means to signal all that it starts
@@ -105,7 +108,7 @@ def _start(modules: tuple[str, ...]) -> str:
 def _facts() -> tuple[Any, ...]:
     """Returns what a fork has of its server and not of the process that asks for it."""
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid", "user", "uts")]
+    spaces = {name: os.readlink(f"/proc/self/ns/{name}") for name in (*_JOINED, "ipc", "pid", "user")}
     started = {
         name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START) and name not in _PASSED_ON
     }
@@ -204,6 +207,7 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
                     child = os.fork()
                     if child == 0:
                         waiting.close()
+                        _join_spaces(connection, facts[_SPACES])
                         connection.close()
                         for number, file in enumerate(files):
                             os.dup2(file, number)
@@ -240,8 +244,24 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_alike(program: tuple[Any, ...], server: tuple[Any, ...]) -> bool:
     """Returns whether a fork of the server has the facts of the program, but for its session and group."""
-    differing = [index for index in range(len(server)) if program[index] != server[index]]
-    return differing in ([], [_SESSION]) and program[_SESSION] != _OWN_GROUP
+    differing = {index for index in range(len(server)) if program[index] != server[index]}
+    others = [{**facts[_SPACES], **dict.fromkeys(_JOINED)} for facts in (program, server)]
+    return differing <= {_SESSION, _SPACES} and others[0] == others[1] and program[_SESSION] != _OWN_GROUP
+
+
+def _join_spaces(connection: socket.socket, server: dict[str, str]) -> None:
+    """Moves this fork into the namespaces of the program at the other end, as far as the server is in others."""
+    import ctypes
+    import struct
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    for name in _JOINED:
+        path = f"/proc/{pid}/ns/{name}"
+        if os.readlink(path) != server[name]:
+            with open(path, "rb") as file:
+                if libc.setns(file.fileno(), 0) != 0:
+                    raise OSError(ctypes.get_errno(), f"setns({path})")
 
 
 def _send(child: int, number: int, to_group: bool) -> None:

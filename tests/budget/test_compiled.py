@@ -105,6 +105,10 @@ def test_keeps_to_the_budget(how: Callable[[Mlp], nn.Module]) -> None:
     ratio = plan.to_dict()["compiled"]["ratio"]
     assert 0 <= ratio < 1
     assert 0 < (plan.measured_bytes or 0) <= plan.budget_bytes < plan.unplanned_bytes
+    if how is whole:
+        said = " ".join(str(plan).split())
+        assert f"1 compiled region, compiled at torch's activation_memory_budget {ratio:g}; they save" in said
+        assert plan.compiled.saved_bytes <= plan.budget_bytes
     plan.reset_peak()
     step()
     assert 0 < plan.peak_bytes <= plan.budget_bytes
@@ -143,17 +147,6 @@ def test_blocks_share_what_a_single_ratio_leaves(share: str) -> None:
     assert again.peak_bytes == plan.measured_bytes
     torch.testing.assert_close(grads(model), expected, rtol=0, atol=0)
     again.remove()
-
-
-def test_the_plan_says_which_ratio_it_chose() -> None:
-    model = whole(Mlp())
-    step = step_of(model)
-    step()
-    plan = drivetrain.activation_budget(model, step, "50%")
-    said = " ".join(str(plan).split())
-    assert f"1 compiled region, compiled at torch's activation_memory_budget {plan.compiled.ratio:g}; they save" in said
-    assert plan.compiled.saved_bytes <= plan.budget_bytes
-    plan.remove()
 
 
 def test_a_compiled_loss_function_is_no_matter() -> None:
@@ -236,11 +229,12 @@ def test_many_plans_stay_below_the_limit_of_recompilations() -> None:
     seen = Seen()
     model = torch.compile(Mlp(), backend=seen)
     step = step_of(model)
-    for share in ("60%", "45%", "30%"):
-        plan = drivetrain.activation_budget(model, step, share)
-        assert 0 < (plan.measured_bytes or 0) <= plan.budget_bytes
-        plan.remove()
-    assert len(seen.ratios) > torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=5):
+        for share in ("50%", "30%"):
+            plan = drivetrain.activation_budget(model, step, share)
+            assert 0 < (plan.measured_bytes or 0) <= plan.budget_bytes
+            plan.remove()
+        assert len(seen.ratios) > torch._dynamo.config.recompile_limit
 
 
 def test_equal_blocks_are_compiled_once() -> None:
@@ -255,15 +249,14 @@ def test_equal_blocks_are_compiled_once() -> None:
     assert len(seen.ratios) <= 8 * alone  # as found, five ratios, and two side by side
 
 
-@pytest.mark.parametrize("how", [whole, two_blocks])
-def test_json(how: Callable[[Mlp], nn.Module]) -> None:
-    model = how(Mlp())
+def test_json() -> None:
+    model = two_blocks(Mlp())
     plan = drivetrain.activation_budget(model, step_of(model), "50%")
     written = json.loads(json.dumps(plan.to_dict()))
     assert written["compiled"]["measured"]
     torch._dynamo.reset()
     torch.manual_seed(0)
-    other = how(Mlp())
+    other = two_blocks(Mlp())
     step = step_of(other)
     step()
     expected = grads(other)

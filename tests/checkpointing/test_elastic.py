@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ports import free_port
-from warm_python import warm_environ
+from warm_python import warm_environ, warm_python
 
 PROGRAM = Path(__file__).with_name("elastic_training.py")
 LIMIT_S = 240.0
@@ -35,8 +35,8 @@ class Agents:
         self._folder, self._nodes, self._port = folder, nodes, free_port()
         self._agents: list[subprocess.Popen[bytes]] = []
 
-    def start(self, nproc: int = 1) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", self._nodes]
+    def start(self, nproc: int = 1, python: str = "") -> subprocess.Popen[bytes]:
+        command = [python or warm_python(), "-m", "torch.distributed.run", "--nnodes", self._nodes]
         command += ["--nproc-per-node", str(nproc), "--max-restarts", "3", "--monitor-interval", "0.2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "elastic"]
         alive = "keep_alive_interval=1,keep_alive_max_attempt=12"  # a loaded machine may be late
@@ -127,7 +127,8 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path, victim: int, every: int 
 def test_a_host_leaves(tmp_path: Path) -> None:
     """The agent and the rank of a second host vanish, and the first one continues alone."""
     with Agents(tmp_path, "1:2", pause_s=0.1) as agents:
-        first, second = agents.start(), agents.start()
+        # A fork is another process than its program, and this test looks for what its agents have opened.
+        first, second = agents.start(python=sys.executable), agents.start(python=sys.executable)
         agents.await_line("step", 5)
         if agents.serves_the_rendezvous(second):  # torchrun survives the loss of any other agent only
             first, second = second, first

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 from faults.hosts import INTERFACE, IPV4
 from namespaces import simulated_hosts
+from warm_python import warm_python
 
 TWO_HOSTS = """
     import os, random, time, torch, torch.distributed as dist
@@ -35,7 +35,7 @@ TWO_HOSTS = """
 
     def train(world, group, **wire):
         model = DDP(Products(), bucket_cap_mb=0.1, find_unused_parameters=True, process_group=group, **wire)
-        for step in range(20):
+        for step in range(8):
             inputs = [torch.full_like(w, ((step + i) % 8 + 1) * 1.001) for i, w in enumerate(model.module.weights)]
             model.zero_grad()
             model(*[x * (rank + 1) for x in inputs]).backward()
@@ -52,7 +52,7 @@ TWO_HOSTS = """
         dawdle = random.Random(rank)
         for weight in weights:
             weight.register_hook(lambda grad: time.sleep(dawdle.random() * 3e-3) if dawdle.random() < 0.2 else None)
-        for step in range(30):
+        for step in range(12):
             factors = [torch.full_like(w, (step * 7 + i * 3) % 16 + 1) for i, w in enumerate(weights)]
             losses = [each(*[x * world for x in factors[8 * i : 8 * i + 8]]) for i, each in enumerate(models)]
             sum(losses).backward()
@@ -123,7 +123,7 @@ def launch(hosts: list[str], tmp_path: Path) -> list[tuple[str, str, int]]:
     environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "WORLD_SIZE": "4", "MASTER_ADDR": master, "MASTER_PORT": "29500"}
     ranks = [
         subprocess.Popen(
-            ["ip", "netns", "exec", hosts[rank // 2], sys.executable, str(script)],
+            ["ip", "netns", "exec", hosts[rank // 2], warm_python(has_whole_end=True), str(script)],
             env={**os.environ, **environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

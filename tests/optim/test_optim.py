@@ -3,7 +3,6 @@
 import io
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +24,7 @@ from optim_cases import (
     round_stored,
     set_grads,
 )
+from warm_python import warm_python
 
 
 @pytest.mark.parametrize(("case", "dtype"), each_rule(TOLERANCES))
@@ -156,7 +156,7 @@ else:
     raise SystemExit("no error")
 """
     environment = {**os.environ, "DRIVETRAIN_ISA": "bogus"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([warm_python(), "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
 

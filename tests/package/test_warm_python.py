@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from namespaces import needs_namespaces
 from warm_python import warm_python
 
 TIMEOUT_S = 60
@@ -132,6 +133,19 @@ def test_it_is_plain_python_where_a_fork_would_differ(options: dict[str, Any], i
         options = {"env": {**os.environ, **options["env"]}}
     done = subprocess.run([warm_python(), "-c", IS_WARM], capture_output=True, text=True, timeout=TIMEOUT_S, **options)
     assert done.stdout.strip() == str(is_warm), done.stderr
+
+
+@pytest.mark.parametrize(("space", "is_warm"), [("net", True), ("mount", True), ("uts", True), ("ipc", False)])
+def test_it_joins_namespaces(space: str, is_warm: bool) -> None:
+    enter = ["unshare", f"--{space}"]
+    needs_namespaces(*enter, "true")
+    name = {"mount": "mnt"}.get(space, space)
+    here = os.readlink(f"/proc/self/ns/{name}")  # noqa: PTH115
+    code = (
+        f"{IS_WARM}; import os; print(os.readlink('/proc/self/ns/{name}') == '{here}', os.getcwd() == '{Path.cwd()}')"
+    )
+    done = subprocess.run([*enter, warm_python(), "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout.split() == [str(is_warm), "False", "True"], done.stderr
 
 
 def test_it_gets_the_files_that_are_passed_on() -> None:

@@ -5,8 +5,6 @@ Remains of a round would harm the next one, which starts the same way. A run wit
 `make faults` runs 100 rounds of each fault, and a clean run after every one; see tests/faults.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
 from effort import rounds
@@ -17,9 +15,8 @@ ROUNDS = rounds(1, whole=5)
 
 
 @pytest.fixture(scope="module")
-def harness() -> Iterator[Harness]:
-    with Harness() as harness:
-        yield harness
+def harness() -> Harness:
+    return Harness()
 
 
 @pytest.mark.parametrize("transport", transports())

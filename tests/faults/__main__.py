@@ -35,7 +35,8 @@ def main() -> int:
     skipped: dict[str, str] = {}
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn())
     begin = time.monotonic()
-    with Harness() as harness, Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+    harness = Harness()
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
         skipped.update({fault: why for fault in faults if (why := harness.why_not(fault))})
         todo = [(fault, choice) for fault in faults if fault not in skipped for choice in choices]
         task = bar.add_task("", total=len(todo) * len(seeds))

@@ -1,10 +1,10 @@
 """Runs rounds: starts the ranks, checks their errors and results, and checks that they leave nothing behind."""
 
+import contextlib
 import inspect
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -14,16 +14,16 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from drivetrain import DistributedDataParallel
+from warm_python import warm_python
 
 from . import room
 from .hosts import Hosts
 from .plan import Round, clean, draw, draw_scale
 
-START_S = 60.0  # for the zygote to import torch, and for a run without a fault
+START_S = 60.0  # for the first process to import torch, and for a run without a fault
 RANKS_STARTED_IN_TIME = 8  # as many more ranks as there are, so much longer they take
 # Added to the process group's timeout, for ranks that share busy cores.
 MARGIN_S = 10.0
@@ -68,36 +68,15 @@ class Exit:
 
 
 class Harness:
-    """Runs rounds with the ranks that a zygote forks. Use it in a `with` statement."""
+    """Runs rounds, and knows what a clean run trains to."""
 
     def __init__(self) -> None:
+        self._programs: dict[int, subprocess.Popen[bytes]] = {}  # by process, which is a fork of warm_python
         self._exits: dict[int, Exit] = {}
-        self._answers: list[int] = []
-        self._pending = b""
-        self._values: dict[int, str] = {}  # by number of ranks: what a clean run trains to
+        self._values: dict[int, str] = {}  # by number of ranks
         tests = str(Path(__file__).parent.parent)
         path = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "faults.zygote"],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-
-    def __enter__(self) -> "Harness":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._zygote.stdin
-        assert self._zygote.stdout
-        self._zygote.stdin.close()
-        try:
-            self._zygote.wait(timeout=MARGIN_S)
-        finally:
-            self._zygote.kill()  # its ranks die with it
-            self._zygote.wait()
-            self._zygote.stdout.close()
+        self._environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def why_not(self, fault: str) -> str:
         """Returns why that fault cannot be made on this machine; "" where it can."""
@@ -257,45 +236,43 @@ class Harness:
         return pid
 
     def _fork(self, **request: Any) -> int:
-        assert self._zygote.stdin
-        self._zygote.stdin.write(json.dumps(request).encode() + b"\n")
+        """Starts a process, which leads a session, and returns its number once it runs."""
+        folder, rank = Path(request["folder"]), request.get("rank", "room")
+        command = [warm_python("torch.profiler", has_whole_end=True), "-m", "faults.rank", json.dumps(request)]
+        with _output_file(folder, rank).open("wb") as file:
+            files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            program = subprocess.Popen(command, env=self._environ, start_new_session=True, **files)
         deadline = time.monotonic() + START_S
-        while not self._answers:
-            self._read(deadline)
-        return self._answers.pop(0)
+        while not (folder / f"pid-{rank}").exists():
+            if program.poll() is not None or time.monotonic() >= deadline:
+                program.kill()
+                raise RuntimeError(f"a process did not begin within {START_S:g} s: {_output(folder, rank)}")
+            time.sleep(0.002)
+        pid = int(_noted(folder, f"pid-{rank}")[1])
+        self._programs[pid] = program
+        self._exits.pop(pid, None)  # of an earlier process of that number
+        return pid
 
     def _wait_for_exits(self, pids: Iterable[int], deadline: float) -> bool:
         """Returns True once all of them have ended, and False at the deadline."""
-        wanted = set(pids)
-        while not wanted <= self._exits.keys():
-            try:
-                self._read(deadline)
-            except TimeoutError:
+        while True:
+            left = [pid for pid in pids if pid not in self._exits]
+            for pid in left:
+                if (code := self._programs[pid].poll()) is not None:
+                    self._exits[pid] = Exit(code, time.monotonic())
+            if all(pid in self._exits for pid in left):
+                return True
+            if time.monotonic() >= deadline:
                 return False
-        return True
+            time.sleep(0.005)
 
     def _kill(self, pids: list[int]) -> None:
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)  # not reaped before its end is read below, so that the number is still its own
+            if self._programs[pid].poll() is None:  # which it does not outlive
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         if not self._wait_for_exits(pids, time.monotonic() + START_S):
             raise TimeoutError(f"killed processes did not end within {START_S:g} s: {pids}")
-
-    def _read(self, deadline: float) -> None:
-        """Reads the zygote's next messages. Raises TimeoutError at the deadline."""
-        assert self._zygote.stdout
-        if not select.select([self._zygote.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError(f"the process that forks ranks (pid {self._zygote.pid}) said nothing in time")
-        data = self._zygote.stdout.read(65536)
-        if not data:
-            raise RuntimeError(f"the process that forks ranks ended with exit code {self._zygote.wait(START_S)}")
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        for line in lines:
-            facts = json.loads(line)
-            if "code" in facts:
-                self._exits[facts["pid"]] = Exit(facts["code"], facts["ended"])
-            else:
-                self._exits.pop(facts["pid"], None)  # of an earlier process of that number
-                self._answers.append(facts["pid"])
 
 
 def _what_is_wrong_with(error: str, output: str, plan: Round) -> str:
@@ -318,8 +295,12 @@ def _noted(folder: Path, name: str) -> tuple[float, str]:
     return float(at), text
 
 
+def _output_file(folder: Path, rank: int | str) -> Path:
+    return folder / (f"rank-{rank}.txt" if isinstance(rank, int) else f"{rank}.txt")
+
+
 def _output(folder: Path, rank: int | str) -> str:
-    path = folder / (f"rank-{rank}.txt" if isinstance(rank, int) else f"{rank}.txt")
+    path = _output_file(folder, rank)
     return path.read_text(errors="replace")[-6000:] if path.exists() else ""
 
 

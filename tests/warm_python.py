@@ -51,11 +51,20 @@ _folders: dict[tuple[str, ...], str] = {}
 def warm_python(*modules: str, has_whole_end: bool = False) -> str:
     """Returns the path of the program, whose forks have imported these modules as well.
 
-    The first call for some modules starts their server, which ends with this process.
+    The first call for some modules starts their server, which serves all processes of a test run and ends with it.
     """
     if modules not in _folders:
         _folders[modules] = _start(modules)
     return f"{_folders[modules]}/{'whole' if has_whole_end else 'python'}"
+
+
+def installed_frameworks() -> list[str]:
+    """Returns the modules that scripts under frameworks import, as far as they are installed."""
+    import importlib.util
+
+    names = ("accelerate", "lightning", "safetensors", "sklearn.datasets", "torch.utils.tensorboard")
+    names += ("torchdata.stateful_dataloader", "transformers.trainer", "wandb")
+    return [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
 
 
 def warm_environ(*modules: str) -> dict[str, str]:
@@ -76,32 +85,36 @@ def warm_context() -> Any:
 
 
 def _start(modules: tuple[str, ...]) -> str:
-    import shutil
-    import subprocess
+    """Returns the folder of the programs of these modules' server, which the first process of a run starts."""
+    import fcntl
+    import hashlib
     import tempfile
 
-    folder = tempfile.mkdtemp(prefix="warm-python-")
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    owner = os.getppid() if is_worker else os.getpid()  # the server ends with it
+    run = os.environ["PYTEST_XDIST_TESTRUNUID"] if is_worker else str(owner)
+    name = hashlib.sha256(repr((run, sys.executable, modules)).encode()).hexdigest()[:16]
+    folder = f"{tempfile.gettempdir()}/warm-python-{name}"
     address = f"{folder}/server"
+    os.makedirs(folder, mode=0o700, exist_ok=True)
     # The server's own import path has no folder of this process; a fork adds those of its variables.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported, and no test needs its hub
-    with socket.socket(socket.AF_UNIX) as listener:
+    with open(f"{folder}/lock", "w") as lock, socket.socket(socket.AF_UNIX) as listener:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(address):
+            return folder
+        for program in ("python", "whole"):
+            with open(f"{folder}/{program}", "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as file:
+                file.write(f"#!{sys.executable} -IS\nimport sys\nsys.path.append({os.path.dirname(__file__)!r})\n")
+                file.write(f"import warm_python\nwarm_python.run_client({address!r}, sys.argv)\n")
         listener.bind(address)
         listener.listen(64)
-        command = [sys.executable, __file__, str(listener.fileno()), *modules]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
-    for program in ("python", "whole"):
-        with open(f"{folder}/{program}", "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as file:
-            file.write(f"#!{sys.executable} -IS\nimport sys\nsys.path.append({os.path.dirname(__file__)!r})\n")
-            file.write(f"import warm_python\nwarm_python.run_client({address!r}, sys.argv)\n")
-
-    def end() -> None:
-        assert server.stdin
-        server.stdin.close()
-        server.wait()
-        shutil.rmtree(folder)
-
-    atexit.register(end)
+        command = [sys.executable, __file__, str(listener.fileno()), folder, str(owner), *modules]
+        listener.set_inheritable(True)
+        os.posix_spawn(
+            sys.executable, command, environment, file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        )
     return folder
 
 
@@ -181,21 +194,24 @@ def run_client(address: str, argv: list[str]) -> NoReturn:
 
 
 def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forks for every request until standard input ends. Returns in each fork, with its request."""
+    """Forks for every request until the owner ends. Returns in each fork, with its request."""
     import gc
     import selectors
+    import shutil
 
     gc.freeze()
+    owner = os.pidfd_open(int(sys.argv[3]))
     waiting = selectors.DefaultSelector()
     children: dict[int, tuple[int, bool]] = {}  # by connection: a process id, and whether its program leads a session
     with listener:
         waiting.register(listener, selectors.EVENT_READ)
-        waiting.register(sys.stdin, selectors.EVENT_READ)
+        waiting.register(owner, selectors.EVENT_READ)
         while True:
             for key, _ in waiting.select():
-                if key.fileobj is sys.stdin:
+                if key.fd == owner:
                     for child, _ in children.values():
                         _send(child, signal.SIGKILL, True)
+                    shutil.rmtree(sys.argv[2])
                     os._exit(0)
                 elif key.fileobj is listener:
                     connection, _ = listener.accept()
@@ -207,6 +223,7 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
                     child = os.fork()
                     if child == 0:
                         waiting.close()
+                        os.close(owner)
                         _join_spaces(connection, facts[_SPACES])
                         connection.close()
                         for number, file in enumerate(files):
@@ -393,7 +410,7 @@ if __name__ == "__main__":
     import numpy  # noqa: F401
     import torch._dynamo  # noqa: F401 - torch's optimizers import it on first use, which takes more than a second
 
-    for name in (*_LATE, *sys.argv[2:]):
+    for name in (*_LATE, *sys.argv[4:]):
         importlib.import_module(name)
     request = _serve(socket.socket(fileno=int(sys.argv[1])), facts)
     if request[_PROGRAM].endswith("/whole"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from optim_cases import OWN_CLASSES
-from warm_python import warm_environ, warm_python
+from warm_python import installed_frameworks, warm_environ, warm_python
 
 SCRIPTS = Path(__file__).parent
 TIMEOUT_S = 150  # longer than the scripts' own limit, after which their ranks print their stacks and end
@@ -30,7 +30,6 @@ NEEDS = {
     "lightning_trainer": (("lightning", "sklearn"), ()),
     "huggingface_trainer": (("transformers", "accelerate", "sklearn"), TORCHRUN),
 }
-PARTS = {"transformers": "transformers.trainer", "sklearn": "sklearn.datasets"}  # what scripts import of a package
 
 Report = dict[str, Any]  # written by job.Notes.report
 Reports = Callable[[str, str, str], list[Report]]
@@ -38,7 +37,7 @@ Reports = Callable[[str, str, str], list[Report]]
 
 def start(script: str, engine: str, out: Path) -> subprocess.Popen[bytes]:
     out.mkdir()
-    imported = [PARTS.get(name, name) for name in NEEDS[script][0]]
+    imported = installed_frameworks()
     # The output goes to a file, because a rank that outlives its launcher would keep a pipe open.
     with (out / "output.txt").open("wb") as output:
         return subprocess.Popen(

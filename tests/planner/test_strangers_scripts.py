@@ -15,7 +15,7 @@ import torch
 from test_shadow import contents
 from torch import nn
 
-from warm_python import warm_python
+from warm_python import installed_frameworks, warm_python
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # By script: the iteration that the plan takes, what it needs besides torch, and what it finds of an earlier run.
@@ -37,21 +37,12 @@ CASES: dict[str, tuple[str, str, bool]] = {
     "wgan": ("5 batches, 5 steps of RMSprop, 1 step of RMSprop", "", False),
 }
 WITHIN = 0.05  # of the measured peak
-MODULES = (
-    "accelerate",
-    "lightning",
-    "torch.utils.tensorboard",
-    "torchdata.stateful_dataloader",
-    "transformers",
-    "wandb",
-)
 
 
 def ran(folder: Path, *arguments: str) -> str:
     """Runs Python in a folder, and returns what it has printed, without times."""
-    program = warm_python(*(name for name in MODULES if importlib.util.find_spec(name.partition(".")[0])))
     done = subprocess.run(
-        [program, *arguments],
+        [warm_python(*installed_frameworks()), *arguments],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"},
         capture_output=True,

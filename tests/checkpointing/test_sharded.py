@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import drivetrain
@@ -334,3 +334,40 @@ def accumulate_unreduced(folder: Path) -> None:
 def test_what_cannot_be_saved_says_what_to_do(pools: dict[int, RankPool], tmp_path: Path) -> None:
     pools[2].run(overlap)
     pools[2].run(accumulate_unreduced, tmp_path)
+
+
+def train_fsdp1(folder: Path, use_orig_params: bool) -> None:
+    """docs/migration.md says so: torch's losses, and the same bits after a restart."""
+
+    def make(optimizer: type[torch.optim.Optimizer], seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        model = FullyShardedDataParallel(net, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        return model, optimizer(model.parameters(), lr=1e-2)
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            draw = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            loss = model(torch.randn(4, 6, generator=draw)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    theirs = losses(*make(torch.optim.AdamW), range(6))
+    whole = losses(*make(drivetrain.optim.AdamW), range(6))
+    assert whole == pytest.approx(theirs, rel=1e-5)
+    model, optimizer = make(drivetrain.optim.AdamW)
+    with Checkpointer(folder, model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
+        losses(model, optimizer, range(3))
+        ckpt.save()
+    model, optimizer = make(drivetrain.optim.AdamW, seed=1)
+    with Checkpointer(folder, model=model, optimizer=optimizer, every=None, signals=()):
+        assert losses(model, optimizer, range(3, 6)) == whole[3:]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_continues_with_the_same_bits(pools: dict[int, RankPool], tmp_path: Path, use_orig_params: bool) -> None:
+    pools[2].run(train_fsdp1, tmp_path, use_orig_params)

@@ -21,7 +21,7 @@ IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker
 
 .PHONY: help train test test-native test-fake-cuda launches fake-cuda-defects faults doctor-faults cluster strangers crashes compare time-to-quality accuracy
 .PHONY: bench gpu-check gpu-wheels gpu-table
-.PHONY: check-cuda-build check-kernels doctor docs picture wheel test-matrix release-check format lint sanitize clean
+.PHONY: check-cuda-build check-kernels doctor docs notebooks picture wheel test-matrix release-check format lint sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## show this list; times are for two cores and begin after the build, which takes two to three minutes
@@ -110,6 +110,9 @@ check-cuda-build: $(ENV)/bin/python ## build and import against CUDA builds of t
 docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are errors, and the built pages are checked (half a minute)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 	$(PYTHON) tools/check_site.py
+
+notebooks: $(STAMPS)/test-tools ## run the notebooks and keep their outputs in them (5 minutes; ARGS=notebooks/...: some)
+	$(PYTHON) tools/run_notebooks.py $(ARGS)
 
 picture: $(STAMPS)/test-tools ## draw the chart of README.md from benchmarks/results (a few seconds)
 	$(PYTHON) benchmarks/picture.py $(ARGS)

@@ -20,7 +20,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(B
 IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not sanitizer"
 
 .PHONY: help train test test-native test-fake-cuda launches fake-cuda-defects faults doctor-faults cluster strangers crashes compare time-to-quality accuracy
-.PHONY: bench gpu-check gpu-wheels gpu-table
+.PHONY: test-aarch64 bench gpu-check gpu-wheels gpu-table
 .PHONY: check-cuda-build check-kernels doctor docs notebooks picture wheel test-matrix release-check format lint sanitize clean
 .DEFAULT_GOAL := help
 
@@ -60,6 +60,9 @@ test-native: $(STAMPS)/test-tools ## run the native tests under the sanitizers; 
 # torch 2.11.0 for CUDA is used instead.
 test-fake-cuda: ## run the GPU tests on a stand-in for CUDA, without a GPU (an hour per seed; PART=ci SEEDS=1: 10 minutes)
 	PART="$(PART)" SEEDS="$(SEEDS)" tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
+
+test-aarch64: $(STAMPS)/test-tools ## build for aarch64 and run a part of the suite under qemu; needs Debian packages, which it names (40 minutes)
+	PYTHONPATH=tests $(PYTHON) -m aarch64 --torch "$(TORCH)" $(ARGS)
 
 launches: ## print what each row of the GPU benchmarks launches on the stand-in, and compare it with launches.md (2 minutes)
 	tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" --python tests/fake_cuda/launches.py $(ARGS)

@@ -7,8 +7,19 @@
 
 #include "base/check.h"
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace drivetrain {
 namespace {
+
+#if defined(__aarch64__)
+constexpr const char* kNames[] = {"baseline", "armv8_2", "sve"};
+#else
+constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};
+#endif
 
 constexpr int kUndecided = -1;
 std::atomic<int> chosen{kUndecided};
@@ -36,25 +47,22 @@ Isa decide() {
 
 }  // namespace
 
-const char* name_of(Isa isa) {
-  switch (isa) {
-    case Isa::kBaseline:
-      return "baseline";
-    case Isa::kAvx2:
-      return "avx2";
-    case Isa::kAvx512:
-      return "avx512";
-  }
-  return "unknown";
-}
+const char* name_of(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 std::vector<Isa> available_isas() {
+#if defined(__aarch64__)
+  constexpr unsigned long kOfSecond = HWCAP_CRC32 | HWCAP_ATOMICS | HWCAP_ASIMDRDM;
+  constexpr unsigned long kOfThird = HWCAP_FPHP | HWCAP_ASIMDHP | HWCAP_SVE;
+  const auto has = [found = ::getauxval(AT_HWCAP)](unsigned long all) { return (found & all) == all; };
+  const bool second = has(kOfSecond), third = has(kOfThird);
+#else
+  const bool second = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool third = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
   std::vector<Isa> isas = {Isa::kBaseline};
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx2) isas.push_back(Isa::kAvx2);
-  if (avx2 && avx512) isas.push_back(Isa::kAvx512);
+  if (second) isas.push_back(Isa::kSecond);
+  if (second && third) isas.push_back(Isa::kThird);
   return isas;
 }
 

@@ -6,7 +6,7 @@
 
 namespace drivetrain {
 
-enum class Isa { kBaseline, kAvx2, kAvx512 };
+enum class Isa { kBaseline, kSecond, kThird };  // isa_namespace.h names them for this kind of processor
 
 const char* name_of(Isa isa);
 
@@ -17,18 +17,15 @@ std::vector<Isa> available_isas();
 // is unknown or unavailable.
 Isa chosen_isa();
 
-// Selects the copy of a function that was compiled for the chosen instruction set.
+// Selects the copy of a function that was compiled for an instruction set; see DT_BY_ISA.
 template <class Function>
-Function* for_chosen_isa(Function* baseline, Function* avx2, Function* avx512) {
-  switch (chosen_isa()) {
-    case Isa::kBaseline:
-      return baseline;
-    case Isa::kAvx2:
-      return avx2;
-    case Isa::kAvx512:
-      break;
-  }
-  return avx512;
+Function* for_isa(Isa isa, Function* baseline, Function* second, Function* third) {
+  return isa == Isa::kBaseline ? baseline : isa == Isa::kSecond ? second : third;
+}
+
+template <class Function>
+Function* for_chosen_isa(Function* baseline, Function* second, Function* third) {
+  return for_isa(chosen_isa(), baseline, second, third);
 }
 
 // Overrides the choice for this process, so that tests can compare instruction sets; "" restores the automatic choice.

@@ -10,7 +10,7 @@
 namespace drivetrain {
 
 uint64_t hash_bytes(const void* bytes, int64_t size) {
-  const auto hash_chunk = for_chosen_isa(baseline::hash_chunk_cpu, avx2::hash_chunk_cpu, avx512::hash_chunk_cpu);
+  const auto hash_chunk = for_chosen_isa(DT_BY_ISA(drivetrain, hash_chunk_cpu));
   const auto* first = static_cast<const unsigned char*>(bytes);
   std::vector<uint64_t> hashes((size + kHashChunk - 1) / kHashChunk);
   parallel_for(0, static_cast<int64_t>(hashes.size()), 1, [&](int64_t begin, int64_t end) {

@@ -6,12 +6,12 @@
 namespace drivetrain::checkpointing {
 
 uint32_t crc32c(uint32_t checksum, const void* bytes, int64_t size) {
-  const auto extend = for_chosen_isa(baseline::crc32c_cpu, avx2::crc32c_cpu, avx512::crc32c_cpu);
+  const auto extend = for_chosen_isa(DT_BY_ISA(checkpointing, crc32c_cpu));
   return extend(checksum, static_cast<const unsigned char*>(bytes), size);
 }
 
 uint32_t copy_crc32c(uint32_t checksum, void* to, const void* from, int64_t size) {
-  const auto copy = for_chosen_isa(baseline::copy_crc32c_cpu, avx2::copy_crc32c_cpu, avx512::copy_crc32c_cpu);
+  const auto copy = for_chosen_isa(DT_BY_ISA(checkpointing, copy_crc32c_cpu));
   return copy(checksum, static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), size);
 }
 

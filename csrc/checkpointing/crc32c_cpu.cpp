@@ -9,6 +9,8 @@
 
 #if defined(__SSE4_2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_CRC32)
+#include <arm_acle.h>
 #endif
 
 namespace drivetrain::checkpointing::DRIVETRAIN_ISA {
@@ -28,7 +30,15 @@ constexpr Table byte_table() {
   return table;
 }
 
+#if defined(__SSE4_2__) || defined(__ARM_FEATURE_CRC32)
+
 #if defined(__SSE4_2__)
+uint64_t extend_word(uint64_t state, uint64_t word) { return _mm_crc32_u64(state, word); }
+uint32_t extend_byte(uint32_t state, unsigned char byte) { return _mm_crc32_u8(state, byte); }
+#else
+uint64_t extend_word(uint64_t state, uint64_t word) { return __crc32cd(static_cast<uint32_t>(state), word); }
+uint32_t extend_byte(uint32_t state, unsigned char byte) { return __crc32cb(state, byte); }
+#endif
 
 // The instruction has a latency of three cycles and a throughput of one, so three lanes run at once. Before lanes are
 // joined, the state of the left one is advanced over as many zero bytes as the right one has.
@@ -80,9 +90,9 @@ uint32_t extend_lanes(uint32_t state, int64_t size, LineAt line_at) {
       const unsigned char* const two = line_at(1, at + kLane);
       const unsigned char* const three = line_at(2, at + 2 * kLane);
       for (int64_t i = 0; i < kLine; i += 8) {
-        first = _mm_crc32_u64(first, word_at(one + i));
-        second = _mm_crc32_u64(second, word_at(two + i));
-        third = _mm_crc32_u64(third, word_at(three + i));
+        first = extend_word(first, word_at(one + i));
+        second = extend_word(second, word_at(two + i));
+        third = extend_word(third, word_at(three + i));
       }
     }
     first = over_lane(first) ^ second;
@@ -91,9 +101,7 @@ uint32_t extend_lanes(uint32_t state, int64_t size, LineAt line_at) {
   return static_cast<uint32_t>(first);
 }
 
-void prefetch(const unsigned char* line) {
-  _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);  // beyond the end it does nothing
-}
+void prefetch(const unsigned char* line) { __builtin_prefetch(line + kAhead); }  // beyond the end it does nothing
 
 uint32_t extend(uint32_t state, const unsigned char* bytes, int64_t size) {
   const int64_t in_lanes = size - size % (3 * kLane);
@@ -103,8 +111,8 @@ uint32_t extend(uint32_t state, const unsigned char* bytes, int64_t size) {
   });
   uint64_t last = state;
   int64_t at = in_lanes;
-  for (; at + 8 <= size; at += 8) last = _mm_crc32_u64(last, word_at(bytes + at));
-  for (; at < size; ++at) last = _mm_crc32_u8(static_cast<uint32_t>(last), bytes[at]);
+  for (; at + 8 <= size; at += 8) last = extend_word(last, word_at(bytes + at));
+  for (; at < size; ++at) last = extend_byte(static_cast<uint32_t>(last), bytes[at]);
   return static_cast<uint32_t>(last);
 }
 
@@ -112,6 +120,8 @@ uint32_t extend(uint32_t state, const unsigned char* bytes, int64_t size) {
 void stream_line(unsigned char* to, const unsigned char* line) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(line));
+#elif defined(__ARM_FEATURE_CRC32)
+  std::memcpy(to, line, kLine);  // such processors recognize that whole lines are written
 #else
   for (int64_t i = 0; i < kLine; i += 16) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_load_si128(reinterpret_cast<const __m128i*>(line + i)));
@@ -137,7 +147,9 @@ uint32_t copy_and_extend(uint32_t state, unsigned char* to, const unsigned char*
     stream_line(to + at, lines[lane]);
     return lines[lane];
   });
+#if defined(__SSE4_2__)
   _mm_sfence();  // the thread that writes the file must see the copy
+#endif
   return copy_small(state, to + in_lanes, from + in_lanes, size - in_lanes);
 }
 

@@ -75,8 +75,7 @@ void fill_on_cpu(const TypedArray& to, int64_t numel, double fill) {
     std::fill_n(static_cast<double*>(to.data), numel, fill);
   } else {
     std::vector<float> values(numel, static_cast<float>(fill));
-    for_chosen_isa(baseline::convert_cpu, avx2::convert_cpu, avx512::convert_cpu)({values.data(), Format::kFloat32}, to,
-                                                                                  numel, /*key=*/0);
+    for_chosen_isa(DT_BY_ISA(formats, convert_cpu))({values.data(), Format::kFloat32}, to, numel, /*key=*/0);
   }
 }
 
@@ -85,8 +84,7 @@ void convert_chunk_on_cpu(const Conversion& job, int64_t chunk) {
   const int64_t numel = std::min(job.numel - begin, kConversionChunk);
   const TypedArray to = from_element(job.to, begin);
   if (job.from.data == nullptr) return fill_on_cpu(to, numel, job.fill);
-  for_chosen_isa(baseline::convert_cpu, avx2::convert_cpu, avx512::convert_cpu)(from_element(job.from, begin), to,
-                                                                                numel, /*key=*/0);
+  for_chosen_isa(DT_BY_ISA(formats, convert_cpu))(from_element(job.from, begin), to, numel, /*key=*/0);
 }
 
 }  // namespace

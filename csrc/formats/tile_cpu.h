@@ -9,6 +9,8 @@
 
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace drivetrain::formats {
@@ -29,6 +31,8 @@ inline void load_float16(const uint16_t* from, float* to, int64_t count) {
   for (; i + 8 <= count; i += 8) {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
   }
+#elif defined(__ARM_NEON)
+  for (; i + 4 <= count; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))));
 #endif
   for (; i < count; ++i) to[i] = float_from_float16(from[i]);
 }
@@ -45,12 +49,14 @@ inline void store_float16(const float* from, uint16_t* to, int64_t count) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
                      _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
   }
+#elif defined(__ARM_NEON)
+  for (; i + 4 <= count; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
 #endif
   for (; i < count; ++i) to[i] = float16_from_float(from[i]);
 }
 
-// bfloat16: explicit vector code, because the compiler's narrowing of rounded values takes twice as long.
-#if defined(__AVX2__)
+// bfloat16: explicit vector code on x86-64, where the compiler's narrowing of rounded values takes twice as long.
+#if defined(__AVX2__) || defined(__ARM_NEON)
 constexpr bool kHasBFloat16Vectors = true;
 #else
 constexpr bool kHasBFloat16Vectors = false;

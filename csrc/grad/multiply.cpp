@@ -11,7 +11,7 @@
 namespace drivetrain::grad {
 
 bool multiply(const std::vector<Gradient>& gradients, double factor) {
-  const auto multiply_chunk = for_chosen_isa(baseline::multiply_cpu, avx2::multiply_cpu, avx512::multiply_cpu);
+  const auto multiply_chunk = for_chosen_isa(DT_BY_ISA(grad, multiply_cpu));
   const std::vector<GradientChunk> chunks = chunks_of(gradients);
   std::atomic<bool> finite{true};
   parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {

@@ -9,8 +9,7 @@
 namespace drivetrain::grad {
 
 double sum_of_squares(const std::vector<Gradient>& gradients) {
-  const auto chunk_sum =
-      for_chosen_isa(baseline::sum_of_squares_cpu, avx2::sum_of_squares_cpu, avx512::sum_of_squares_cpu);
+  const auto chunk_sum = for_chosen_isa(DT_BY_ISA(grad, sum_of_squares_cpu));
   const std::vector<GradientChunk> chunks = chunks_of(gradients);
   std::vector<double> sums(chunks.size());
   parallel_for(0, static_cast<int64_t>(chunks.size()), kChunksPerThread, [&](int64_t begin, int64_t end) {

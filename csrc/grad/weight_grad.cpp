@@ -7,7 +7,6 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <emmintrin.h>
 
 #include <algorithm>
 #include <array>
@@ -18,6 +17,10 @@
 #include "base/cpu_isa.h"
 #include "base/parallel.h"
 #include "grad/add_micro_grad.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace drivetrain::grad {
 namespace {
@@ -41,6 +44,7 @@ void multiply_block(int64_t rows, int64_t columns, int64_t tokens, const at::BFl
 
 // Sets out[column][row] = in[row][column], 8 by 8.
 void transpose_8x8(const at::BFloat16* in, int64_t ld_in, at::BFloat16* out, int64_t ld_out) {
+#if defined(__SSE2__)
   __m128i pairs[8];  // of rows: of the first and second, the left and the right half of their columns; and so on
   for (int i = 0; i < 4; ++i) {
     const __m128i upper = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 2 * i * ld_in));
@@ -58,6 +62,11 @@ void transpose_8x8(const at::BFloat16* in, int64_t ld_in, at::BFloat16* out, int
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + ld_out), _mm_unpackhi_epi64(first[i], last[i]));
     }
   }
+#else
+  for (int row = 0; row < 8; ++row) {
+    for (int column = 0; column < 8; ++column) out[column * ld_out + row] = in[row * ld_in + column];
+  }
+#endif
 }
 
 // Fills to[column][token], `padded` tokens long, from a [tokens][.] matrix whose rows are ld apart.
@@ -109,7 +118,7 @@ void add_in_blocks(const WeightGrad& weight_grad, const at::Tensor& grad, const 
   const int64_t most = round_up(std::min(tokens, kTokens), kTokensStep);
   const at::Tensor packed = at::empty({num_columns * kColumns * most}, right.options());
   auto* b = packed.data_ptr<at::BFloat16>();
-  const auto accumulate_cpu = for_chosen_isa(baseline::accumulate_cpu, avx2::accumulate_cpu, avx512::accumulate_cpu);
+  const auto accumulate_cpu = for_chosen_isa(DT_BY_ISA(grad, accumulate_cpu));
   for (int64_t token = 0; token < tokens; token += kTokens, starts = false) {
     const int64_t count = std::min(kTokens, tokens - token), padded = round_up(count, kTokensStep);
     const auto* from_left = left.const_data_ptr<at::BFloat16>() + token * rows;

@@ -25,7 +25,7 @@ RuleArgs fitted(const StepJob& job, const ParamJob& param) {
 }
 
 void add_up(const StepJob& job, const Factored& of) {
-  const auto sums = for_chosen_isa(baseline::adafactor_sums_cpu, avx2::adafactor_sums_cpu, avx512::adafactor_sums_cpu);
+  const auto sums = for_chosen_isa(DT_BY_ISA(optim, adafactor_sums_cpu));
   const int64_t count = num_units(of);
   in_parallel(count, job.params[of.param].numel / count, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) sums(job, of, unit);
@@ -33,8 +33,7 @@ void add_up(const StepJob& job, const Factored& of) {
 }
 
 void update(const StepJob& job, const Factored& of) {
-  const auto updated =
-      for_chosen_isa(baseline::adafactor_update_cpu, avx2::adafactor_update_cpu, avx512::adafactor_update_cpu);
+  const auto updated = for_chosen_isa(DT_BY_ISA(optim, adafactor_update_cpu));
   in_parallel(of.matrices, of.rows + of.columns, [&](int64_t begin, int64_t end) { updated(job, of, begin, end); });
 }
 

@@ -11,7 +11,7 @@
 namespace drivetrain::optim {
 
 void run_step_cpu(const StepJob& job, int64_t begin, int64_t end) {
-  const auto step = for_chosen_isa(baseline::step_cpu, avx2::step_cpu, avx512::step_cpu);
+  const auto step = for_chosen_isa(DT_BY_ISA(optim, step_cpu));
   constexpr int64_t kGrain = (1 << 15) / kBlock;  // blocks per thread at least
   parallel_for(begin / kBlock, num_blocks(end), kGrain, [&](int64_t from, int64_t to) {
     step(job, std::max(from * kBlock, begin), std::min(to * kBlock, end));

@@ -19,8 +19,7 @@ constexpr int64_t kWave = 1 << 18;
 
 // Sums over the parameters [first, last).
 std::vector<TrustRatioSums> trust_ratio_sums_of(const StepJob& job, int32_t first, int32_t last) {
-  const auto sums_of =
-      for_chosen_isa(baseline::trust_ratio_sums_cpu, avx2::trust_ratio_sums_cpu, avx512::trust_ratio_sums_cpu);
+  const auto sums_of = for_chosen_isa(DT_BY_ISA(optim, trust_ratio_sums_cpu));
   struct Chunk {
     int32_t param;
     int64_t begin;

@@ -100,7 +100,7 @@ std::optional<Packed> pack_bits(const at::Tensor& flat) {
   SharedValues shared(numel == 0 || is_bool ? 0 : element_bits(from, size));
   Packed packed{Packing::kBits, flat.scalar_type(), numel, empty_bytes((numel + 7) / 8, flat.device()), {}};
   auto* to = static_cast<uint8_t*>(packed.bytes.data_ptr());
-  const auto pack_bits_cpu = for_chosen_isa(baseline::pack_bits_cpu, avx2::pack_bits_cpu, avx512::pack_bits_cpu);
+  const auto pack_bits_cpu = for_chosen_isa(DT_BY_ISA(saved_tensors, pack_bits_cpu));
   std::atomic<bool> has_third{false};
   const auto pack_pieces = [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end && !has_third; ++piece) {
@@ -128,8 +128,7 @@ void unpack_bits(const Packed& packed, const at::Tensor& flat) {
   const auto* extra = static_cast<const char*>(packed.extra.const_data_ptr());
   const TwoValues values = {{element_bits(extra, size), element_bits(extra + size, size)}};
   void* to = flat.data_ptr();
-  const auto unpack_bits_cpu =
-      for_chosen_isa(baseline::unpack_bits_cpu, avx2::unpack_bits_cpu, avx512::unpack_bits_cpu);
+  const auto unpack_bits_cpu = for_chosen_isa(DT_BY_ISA(saved_tensors, unpack_bits_cpu));
   parallel_for(0, num_pieces(packed.numel), kGrain, [&](int64_t begin, int64_t end) {
     unpack_bits_cpu(from, values, size, begin * kPiece, std::min(end * kPiece, packed.numel), to);
   });
@@ -148,8 +147,7 @@ TypedArray advanced(TypedArray array, int64_t elements) {
 
 void convert(const TypedArray& from, const TypedArray& to, int64_t numel, c10::Device device) {
   if (device.is_cuda()) return convert_cuda(from, to, numel, current_stream(device));
-  const auto convert_cpu =
-      for_chosen_isa(formats::baseline::convert_cpu, formats::avx2::convert_cpu, formats::avx512::convert_cpu);
+  const auto convert_cpu = for_chosen_isa(DT_BY_ISA(formats, convert_cpu));
   parallel_for(0, num_pieces(numel), kGrain, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kPiece, last = std::min(end * kPiece, numel);
     convert_cpu(advanced(from, first), advanced(to, first), last - first, /*key=*/0);

@@ -1,6 +1,8 @@
 // Packs two distinct values into bits and back on the CPU. Compiled once per instruction set, which DRIVETRAIN_ISA
 // names, and includes no torch header.
+#if defined(__SSE2__)
 #include <immintrin.h>
+#endif
 
 #include <cstring>
 
@@ -19,11 +21,19 @@ inline uint64_t highest_bits(const uint8_t* bytes) {
     return static_cast<uint32_t>(_mm256_movemask_epi8(part));
   };
   return bits_at(0) | bits_at(32) << 32;
-#else
+#elif defined(__SSE2__)
   const auto bits_at = [bytes](int at) -> uint64_t {
     return static_cast<uint32_t>(_mm_movemask_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes + at))));
   };
   return bits_at(0) | bits_at(16) << 16 | bits_at(32) << 32 | bits_at(48) << 48;
+#else
+  uint64_t bits = 0, word;
+  for (int i = 0; i < 64; i += 8) {
+    std::memcpy(&word, bytes + i, sizeof word);
+    // The product has the lowest bit of byte k at 56 + k.
+    bits |= ((word >> 7 & 0x0101010101010101) * 0x0102040810204080 >> 56) << i;
+  }
+  return bits;
 #endif
 }
 

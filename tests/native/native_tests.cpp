@@ -45,15 +45,7 @@ StepCpu step_of([[maybe_unused]] Isa isa) {
 #ifdef DRIVETRAIN_ONE_STEP  // see CMakeLists.txt
   return optim::baseline::step_cpu;
 #else
-  switch (isa) {
-    case Isa::kBaseline:
-      return optim::baseline::step_cpu;
-    case Isa::kAvx2:
-      return optim::avx2::step_cpu;
-    case Isa::kAvx512:
-      return optim::avx512::step_cpu;
-  }
-  return nullptr;
+  return for_isa(isa, DT_BY_ISA(optim, step_cpu));
 #endif
 }
 

@@ -36,12 +36,8 @@ void test_bits_of(int64_t numel, int size) {
   Bytes expected((numel + 7) / 8);
   for (int64_t i = 1; i < numel; ++i) expected[i / 8] |= draw(i) << i % 8;
   for (Isa isa : available_isas()) {
-    const auto pack = isa == Isa::kBaseline ? saved_tensors::baseline::pack_bits_cpu
-                      : isa == Isa::kAvx2   ? saved_tensors::avx2::pack_bits_cpu
-                                            : saved_tensors::avx512::pack_bits_cpu;
-    const auto unpack = isa == Isa::kBaseline ? saved_tensors::baseline::unpack_bits_cpu
-                        : isa == Isa::kAvx2   ? saved_tensors::avx2::unpack_bits_cpu
-                                              : saved_tensors::avx512::unpack_bits_cpu;
+    const auto pack = for_isa(isa, DT_BY_ISA(saved_tensors, pack_bits_cpu));
+    const auto unpack = for_isa(isa, DT_BY_ISA(saved_tensors, unpack_bits_cpu));
     const std::string name = text(numel, " elements of ", size, " bytes, ", name_of(isa));
     saved_tensors::TwoValues found = {{values.bits[0], values.bits[0]}};
     Bytes bits(expected.size()), back(from.size());

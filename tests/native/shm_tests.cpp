@@ -44,20 +44,6 @@ using ddp::ElementType;
 using ddp::ShmExchange;
 using namespace std::chrono_literals;
 
-using SumRange = void (*)(const ddp::SumJob&);
-
-SumRange sum_range_of(Isa isa) {
-  switch (isa) {
-    case Isa::kBaseline:
-      return ddp::baseline::sum_range;
-    case Isa::kAvx2:
-      return ddp::avx2::sum_range;
-    case Isa::kAvx512:
-      return ddp::avx512::sum_range;
-  }
-  return nullptr;
-}
-
 // A block of exactly the size needed, so that the address sanitizer sees any access beyond it.
 using Block = std::vector<char>;
 
@@ -124,7 +110,8 @@ void test_sums() {
           for (Block& block : blocks) values.push_back(block.data());
           const int64_t middle = numel / 3;
           for (auto [begin, end] : {std::pair(middle, numel), std::pair(int64_t{0}, middle)}) {
-            sum_range_of(isa)({type, type, values.data(), ranks, values.data(), ranks, begin, end, scale});
+            for_isa(isa, DT_BY_ISA(ddp, sum_range))(
+                {type, type, values.data(), ranks, values.data(), ranks, begin, end, scale});
           }
           for (const Block& block : blocks) {
             expect(block == expected, text("sum of type ", static_cast<int>(type), ", ", ranks, " ranks of ", numel,

@@ -19,17 +19,7 @@ namespace {
 
 using ddp::Float8Wire;
 
-Float8Wire wire_of(Isa isa) {
-  switch (isa) {
-    case Isa::kBaseline:
-      return ddp::baseline::float8_wire();
-    case Isa::kAvx2:
-      return ddp::avx2::float8_wire();
-    case Isa::kAvx512:
-      break;
-  }
-  return ddp::avx512::float8_wire();
-}
+Float8Wire wire_of(Isa isa) { return for_isa(isa, DT_BY_ISA(ddp, float8_wire))(); }
 
 // Rounds one value of a block with that exponent on the wire.
 float rounded(float value, int exponent) {

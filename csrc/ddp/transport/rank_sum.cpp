@@ -5,6 +5,6 @@
 
 namespace drivetrain::ddp {
 
-void sum_range(const SumJob& job) { for_chosen_isa(baseline::sum_range, avx2::sum_range, avx512::sum_range)(job); }
+void sum_range(const SumJob& job) { for_chosen_isa(DT_BY_ISA(ddp, sum_range))(job); }
 
 }  // namespace drivetrain::ddp

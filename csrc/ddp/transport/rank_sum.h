@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
+
 namespace drivetrain::ddp {
 
 enum class ElementType : uint8_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt32, kInt64 };
@@ -40,14 +42,6 @@ struct SumJob {
 // Runs the kernel of the chosen instruction set. Every instruction set gives the same bits.
 void sum_range(const SumJob& job);
 
-namespace baseline {
-void sum_range(const SumJob& job);
-}
-namespace avx2 {
-void sum_range(const SumJob& job);
-}
-namespace avx512 {
-void sum_range(const SumJob& job);
-}
+DT_PER_ISA(void sum_range(const SumJob& job))
 
 }  // namespace drivetrain::ddp

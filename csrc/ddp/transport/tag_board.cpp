@@ -110,7 +110,8 @@ struct alignas(64) TagBoard::Line {
   std::optional<uint64_t> find(uint64_t number) const {
     if (shown.load(std::memory_order_seq_cst) < number) return std::nullopt;
     const uint64_t word = words[number % kKept].load(std::memory_order_acquire);
-    // The rank may be writing a later tag into the slot, which it shows afterwards.
+    // The rank may be writing a later tag into the slot, which it shows afterwards. Whoever acquires that tag sees the
+    // number before it, which the rank showed first.
     if (shown.load(std::memory_order_acquire) + 1 >= number + kKept) return std::nullopt;
     return word;
   }

@@ -79,7 +79,13 @@ std::string describe_kind(uint64_t kind) {
               kTypes[kind >> 1 & 7]);
 }
 
-void pause() { __builtin_ia32_pause(); }
+void pause() {
+#if defined(__aarch64__)
+  asm volatile("yield");
+#else
+  __builtin_ia32_pause();
+#endif
+}
 
 DoneCounts& slot_of(SharedState& block, uint64_t number);
 RankLine& line_of(SharedState& block, int rank);
@@ -87,6 +93,12 @@ RankLine& line_of(SharedState& block, int rank);
 }  // namespace
 
 // Zeroed bytes are a valid shared state, as operations are numbered from 1.
+//
+// Orders, for any C++ memory; tests/native/memory_order.cpp runs this file on a model of it. A rank's release of
+// `published` makes its values, kind and claims visible to those who acquire it before they take a chunk. Additions to
+// `done` acquire and release, so that the load which sees the last one sees the sums of all chunks. `shared` does the
+// same for sums over hosts. Changes of `event` and `sleepers` are sequentially consistent: of a rank that announces and
+// one that goes to sleep, at least one sees the other.
 struct SharedState {
   alignas(64) std::atomic<uint32_t> event;     // changes with everything that a rank may wait for
   alignas(64) std::atomic<uint32_t> sleepers;  // ranks that sleep on `event`; too many after one died asleep, which

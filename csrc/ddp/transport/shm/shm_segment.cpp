@@ -21,8 +21,8 @@
 namespace drivetrain::ddp {
 namespace {
 
-// The nonce has its own page before the data, so that the data stay aligned to pages.
-constexpr int64_t kHeaderBytes = 4096;
+// The nonce has its own page before the data, so that the data stay aligned to pages, which aarch64 may have of 64 KiB.
+constexpr int64_t kHeaderBytes = 64 << 10;
 constexpr int64_t kReservedAtOnce = 16 << 20;
 
 // MFD_NOEXEC_SEAL of Linux 6.3, which older C libraries do not name.

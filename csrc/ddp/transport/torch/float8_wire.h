@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
+
 namespace drivetrain::ddp {
 
 constexpr int64_t kFloat8Block = 256;
@@ -29,14 +31,6 @@ struct Float8Wire {
   void (*decode)(const uint8_t* from, int64_t numel, float* to);
 };
 
-namespace baseline {
-Float8Wire float8_wire();
-}
-namespace avx2 {
-Float8Wire float8_wire();
-}
-namespace avx512 {
-Float8Wire float8_wire();
-}
+DT_PER_ISA(Float8Wire float8_wire())
 
 }  // namespace drivetrain::ddp

@@ -25,7 +25,7 @@ void convert(const char* from, ElementType from_type, char* to, ElementType to_t
   sum_range({from_type, to_type, &from, 1, &to, 1, begin, end, 1});
 }
 
-Float8Wire float8() { return for_chosen_isa(baseline::float8_wire, avx2::float8_wire, avx512::float8_wire)(); }
+Float8Wire float8() { return for_chosen_isa(DT_BY_ISA(ddp, float8_wire))(); }
 
 uint8_t* bytes(char* memory) { return reinterpret_cast<uint8_t*>(memory); }
 

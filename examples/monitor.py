@@ -48,6 +48,7 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                monitor.log(loss=loss.detach())
             print(f"epoch {epoch}: loss {loss.item():.4f}")
 
 

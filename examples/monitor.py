@@ -40,7 +40,7 @@ def main() -> None:
     optimizer = AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(SlowDigits(), BATCH_SIZE, shuffle=True)
 
-    # The block ends with a table of the phases, and with advice such as "88% waiting for data: num_workers=... would do".
+    # The block ends with a table of the phases, and advice such as "88% waiting for data: num_workers=... would do".
     with Monitor(model, optimizer, loader, to=["jsonl:run.jsonl"]) as monitor:
         for epoch in range(EPOCHS):
             for images, labels in monitor(loader):

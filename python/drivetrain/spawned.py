@@ -63,8 +63,8 @@ def _is_picklable(value: object) -> bool:
 def _after_torch(calls: dict[str, dict[str, object]]) -> None:
     def call(_: ModuleType) -> None:
         for target, arguments in calls.items():
-            module, _, function = target.partition(":")
-            getattr(importlib.import_module(module), function)(**arguments)
+            name, function = target.split(":")
+            getattr(importlib.import_module(name), function)(**arguments)
 
     finder = AfterImport({"torch": [call]})
     sys.meta_path.insert(0, finder)

@@ -13,6 +13,7 @@ from . import arguments
 # A command's module is imported only when the command runs: most import torch, which takes more than a second.
 _COMMANDS = {
     "run": ("drivetrain.cli.run", "run an unedited training script on drivetrain"),
+    "try": ("drivetrain.cli.trial", "run a script's first steps under torch and under drivetrain, and compare"),
     "bench": ("drivetrain.bench", "measure against torch on this machine"),
     "plan": ("drivetrain.cli.plan", "predict memory, time and cost of a training script"),
     "ckpt": ("drivetrain.cli.ckpt", "list, verify, show, export and clean up checkpoints"),
@@ -23,6 +24,7 @@ _COMMANDS = {
 _EXAMPLES = """examples:
   torchrun --nproc-per-node 2 -m drivetrain run train.py           replace DistributedDataParallel in a script
   torchrun --nproc-per-node 2 -m drivetrain run --optim train.py   and the optimizers
+  torchrun --nproc-per-node 2 -m drivetrain try train.py           see on your script if it trains the same, and faster
   drivetrain monitor run.jsonl                                     see where the time of a run went
   drivetrain plan train.py --gpu h100 --gpus 8x8                   see if a script fits, and how long a step takes
   drivetrain doctor                                                find out what is wrong with an installation

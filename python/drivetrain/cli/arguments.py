@@ -73,6 +73,22 @@ def of_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
 
 
+def of_try(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `try`. All arguments after the script's name belong to the script."""
+    parser.usage = "drivetrain try [-h] [OPTION]... script.py [ARGUMENT]..."
+    parser.epilog = "Files of the script stay in temporary folders, and programs that it starts do nothing."
+    parser.add_argument("--steps", type=_count, default=30, metavar="N", help="optimizer steps of a run (default: 30)")
+    parser.add_argument("--rounds", type=_count, default=3, metavar="N", help="runs of each for the times (default: 3)")
+    parser.add_argument("--limit", type=_seconds, default=600.0, metavar="S", help="seconds of a run (default: 600)")
+    parser.add_argument("--optim", action="store_true", help="also try drivetrain's optimizers")
+    parser.add_argument("--shard", choices=["optimizer", "gradients"], help="also try to divide these among the ranks")
+    parser.add_argument("--state-bits", type=int, choices=[32, 16, 8], help="also try this format of optimizer states")
+    parser.add_argument("--master-bits", type=int, choices=[32, 24], help="also try this format of master weights")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
+    parser.add_argument("script", help="path of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
+
+
 def of_bench(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `bench`."""
     parser.description = _BENCH

@@ -101,10 +101,11 @@ class ScriptMonitor(TrainerMonitor):
 
     Args:
         to: Sinks, as for `Monitor`.
+        progress: As for `Monitor`.
     """
 
-    def __init__(self, to: Sequence[str | Sink]) -> None:
-        super().__init__(to=to, flops=None)
+    def __init__(self, to: Sequence[str | Sink], progress: bool = True) -> None:
+        super().__init__(to=to, flops=None, progress=progress)
         self._optimizers = None
 
     def start(self) -> None:

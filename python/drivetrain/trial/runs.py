@@ -1,0 +1,123 @@
+"""Runs a script again and again for `drivetrain try`: on every rank, in fresh processes, in turn by variant."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from .record import RunRecord, Variant
+
+_MEETING_S = 600.0  # the longest wait for another rank between two runs
+_LAST_LINES = 15
+_FIXED = {"PYTHONHASHSEED": "0"}  # variables that make runs repeat
+
+
+class TrialError(RuntimeError):
+    """A run has given no record: its process was killed, or took longer than the limit."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Describes what is tried.
+
+    Args:
+        script: Path of the script.
+        arguments: Its arguments.
+        steps: Optimizer steps of each run.
+        limit_s: Seconds after which a run is ended.
+    """
+
+    script: str
+    arguments: Sequence[str]
+    steps: int
+    limit_s: float
+
+
+class Runs:
+    """Starts one process after the other for this rank. All ranks must make the same calls of `run`."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._trial = trial
+        self._num_runs = 0
+        self._address: tuple[str, int] | None = None
+        if self.world_size > 1:
+            self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            has_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            self._store = TCPStore(
+                *self._address,
+                is_master=self.rank == 0 and not has_server,
+                timeout=timedelta(seconds=_MEETING_S),
+            )
+
+    def run(self, variant: Variant, *, prints: bool = False, noise: float = 0.0) -> RunRecord:
+        """Runs the script's first steps once.
+
+        Args:
+            variant: The classes that the script gets.
+            prints: Records gradients and parameters, and not where the time goes.
+            noise: Changes the parameters by this multiple of their rounding before the first step.
+
+        Raises:
+            TrialError: There is no record.
+        """
+        self._num_runs += 1
+        key = f"drivetrain-try/{self._num_runs}"
+        trial = self._trial
+        with tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as folder:
+            record, written = Path(folder) / "record.json", Path(folder) / "written"
+            written.mkdir()
+            task = {
+                "script": trial.script,
+                "arguments": list(trial.arguments),
+                "variant": asdict(variant),
+                "steps": trial.steps,
+                "prints": prints,
+                "noise": noise,
+                "record": str(record),
+                "folder": str(written),
+                "store": self._address,
+                "key": key,
+            }
+            environment = {**os.environ, **_FIXED}
+            if self._address is not None:
+                environment |= {"MASTER_PORT": self._port(key), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            said = Path(folder) / "said"
+            with said.open("wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "drivetrain.trial.script"],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                )
+                try:
+                    process.communicate(json.dumps(task).encode(), timeout=trial.limit_s)
+                    how = f"ended with status {process.returncode}"
+                except subprocess.TimeoutExpired:
+                    how = f"did not make {trial.steps} optimizer steps in {trial.limit_s:.0f} s (--limit)"
+                finally:
+                    process.kill()
+                    process.wait()
+            if not record.exists():
+                last = "\n".join(said.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+                raise TrialError(f"{trial.script} under {variant.name} {how}. Its last lines:\n{last}")
+            return RunRecord.read(record)
+
+    def _port(self, key: str) -> str:
+        """Returns the port at which the script's own process group of this run meets."""
+        if self.rank == 0:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                self._store.set(key, str(probe.getsockname()[1]))
+        return str(self._store.get(key).decode())

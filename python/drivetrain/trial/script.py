@@ -1,0 +1,262 @@
+"""Runs the first steps of a script in this process and records them; `drivetrain try` starts it for every rank."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..monitor.trainers import ScriptMonitor
+from ..planner import writers
+from ..planner.main_script import load_script
+from ..planner.period import Enough
+from ..planner.shadow import Shadow
+from .record import Print, RunRecord, Step, Variant
+
+_END_S = 120.0  # the longest wait for the other ranks at the end
+_MOST_NOTES = 12
+
+
+class StepRecorder:
+    """Records each optimizer step of this process and ends the script after the last that is asked for.
+
+    Args:
+        num_steps: Calls of optimizers' `step`, after which `Enough` is raised.
+        takes_prints: Also takes prints of gradients and parameters, which are not in the times.
+        noise: Relative size of a change that is made to each parameter before the first step; 0: none.
+    """
+
+    def __init__(self, num_steps: int, takes_prints: bool, noise: float) -> None:
+        self.record = RunRecord()
+        self._num_steps, self._takes_prints, self._noise = num_steps, takes_prints, noise
+        self._signs = torch.empty(0)
+        self._names: dict[int, str] = {}
+        self._step = Step()
+        self._begin = time.perf_counter()
+
+    def begin(self) -> None:
+        """Follows backward passes and optimizers from now on."""
+        plain = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self._step.losses += [float(one.detach()) for one in given if one.numel() == 1]
+            return plain(tensors, *args, **kwargs)
+
+        torch.autograd.backward = backward
+        enter = torch.autocast.__enter__
+
+        def enter_autocast(context: torch.autocast) -> Any:
+            self._note_dtypes([context.fast_dtype])
+            return enter(context)  # type: ignore[no-untyped-call]
+
+        torch.autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+        self._begin = time.perf_counter()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        _settle()
+        self._step.seconds = time.perf_counter() - self._begin
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not self.record.steps:
+            self._note_dtypes(param.dtype for param in params)
+            if self._noise:
+                self._disturb(params)
+        if self._takes_prints:
+            self._step.gradients = self._prints({name: param.grad for name, param in self._named(params).items()})
+        self._begin = time.perf_counter()
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        _settle()
+        self._step.seconds += time.perf_counter() - self._begin
+        if self._takes_prints:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._step.parameters = self._prints(dict(self._named(params)))
+        self.record.steps.append(self._step)
+        self._step = Step()
+        if len(self.record.steps) == self._num_steps:
+            raise Enough
+        self._begin = time.perf_counter()
+
+    def _note_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
+        for dtype in dtypes:
+            if dtype.is_floating_point:
+                self.record.resolution = max(self.record.resolution, torch.finfo(dtype).eps)
+
+    def _named(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns parameters by their names in the script's largest module, without the names of wrappers."""
+        if any(id(param) not in self._names for param in params):
+            modules = [one for one in gc.get_objects() if isinstance(one, nn.Module)]
+            for module in sorted(modules, key=lambda one: -sum(1 for _ in one.modules())):
+                for name, param in module.named_parameters():
+                    self._names.setdefault(id(param), name.removeprefix("module."))
+        return {self._names.get(id(param), f"parameter {index}"): param for index, param in enumerate(params)}
+
+    def _prints(self, tensors: dict[str, Tensor | None]) -> dict[str, Print]:
+        found = {}
+        for name, tensor in tensors.items():
+            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[union-attr]
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.is_floating_point():
+                found[name] = self._print(tensor.detach())
+        return found
+
+    @torch.no_grad()
+    def _print(self, tensor: Tensor) -> Print:
+        flat = tensor.reshape(-1).float()
+        if self._signs.numel() < flat.numel() or self._signs.device != flat.device:
+            generator = torch.Generator().manual_seed(1)  # the script's own generators stay as they are
+            signs = torch.randint(0, 2, (flat.numel(),), generator=generator, dtype=torch.int8)
+            self._signs = (2.0 * signs - 1.0).to(flat.device)
+        return float(flat.norm()), float(flat @ self._signs[: flat.numel()])
+
+    @torch.no_grad()
+    def _disturb(self, params: Sequence[Tensor]) -> None:
+        """Changes each parameter as rounding does, to see how much of it the script makes in the steps that follow."""
+        generator = torch.Generator().manual_seed(2)
+        for param in params:
+            if param.is_floating_point() and param.layout is torch.strided and not hasattr(param, "to_local"):
+                noise = torch.rand(param.shape, generator=generator).to(param.device) * 2.0 - 1.0
+                factor = self._noise * torch.finfo(param.dtype).eps
+                param.copy_(param.float() * (1.0 + factor * noise))
+
+
+def _settle() -> None:
+    """Waits for the device, so that times include the work and not its launch alone."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _seed() -> None:
+    """Seeds what a script may leave unseeded; torch's own generators always begin at the same seed."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+
+
+def _use(variant: Variant) -> None:
+    """Puts drivetrain's classes in torch's places."""
+    from .. import optim, swap
+
+    swap.install(optim=variant.optim, **(variant.ddp or {}))
+    for name in optim.__all__ if variant.formats else ():
+        kind = getattr(optim, name)
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            _give_formats(kind, variant.formats)
+
+
+def _give_formats(kind: Any, formats: dict[str, int]) -> None:
+    plain = kind.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **(formats | kwargs if type(self) is kind else kwargs))
+
+    kind.__init__ = init
+
+
+def _network_bytes() -> int:
+    """Returns the bytes that this host's interfaces have received."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split(":")[1].split()[0]) for line in lines)
+
+
+def _peak_bytes() -> int:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _end_together(address: Sequence[Any], key: str, rank: int, world_size: int) -> None:
+    """Waits until every rank has made its last step: a process that ends takes its connections with it."""
+    store = TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=_END_S))
+    store.set(f"{key}/{rank}", "")
+    store.wait([f"{key}/{other}" for other in range(world_size)], timedelta(seconds=_END_S))
+
+
+def _without_ours(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
+    return "".join([*traceback.format_list(theirs), *traceback.format_exception_only(error)])
+
+
+def main(task: dict[str, Any]) -> NoReturn:
+    """Runs a script as `task` says, writes the record and ends the process.
+
+    Args:
+        task: "script", "arguments", "variant", "steps", "prints", "noise", and the files "record" and "folder". Several
+            ranks also need the address "store" of a store, and the "key" of this run in it.
+    """
+    variant = Variant(**task["variant"])
+    recorder = StepRecorder(task["steps"], task["prints"], task["noise"])
+    record, shadow = recorder.record, Shadow(task["folder"], "a script under trial")
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    seen: dict[str, None] = {}
+    if not variant.is_torch:
+        _use(variant)
+    _seed()
+    # A compiler is a program, and the script starts none. Uncompiled, both sides run the same operations.
+    torch._dynamo.config.disable = True
+    multiprocessing.util.get_temp_dir = lambda: task["folder"]  # for sockets of loaders' workers
+    before = _network_bytes()
+    monitor = None if task["prints"] else ScriptMonitor([], progress=False)
+    try:
+        main_module, code = load_script(task["script"])
+        sys.modules["__main__"] = main_module
+        sys.argv = [task["script"], *task["arguments"]]
+        shadow.begin()
+        writers.begin(shadow, {})
+        warnings.showwarning = lambda message, category, *_: seen.setdefault(f"{category.__name__}: {message}")
+        recorder.begin()
+        if monitor is not None:
+            monitor.start()
+        exec(code, main_module.__dict__)
+        record.error = f"the script ended after {len(record.steps)} optimizer steps"
+    except Enough:
+        pass
+    except SystemExit as error:
+        record.error = f"the script exited with {error.code!r} after {len(record.steps)} optimizer steps"
+    except BaseException as error:
+        record.error = _without_ours(error)
+    with shadow.lifted():
+        if monitor is not None:
+            monitor.finish()
+            summary = monitor.summary()
+            record.phases = {name: seconds / max(summary.num_steps, 1) for name, seconds in summary.phase_s.items()}
+        record.peak_bytes, record.network_bytes = _peak_bytes(), _network_bytes() - before
+        record.warnings = [text.strip().splitlines()[0] for text in seen][:_MOST_NOTES]
+        changes = [f"{what} {path}" for what, path, _ in shadow.overlay.changes()]
+        changes += [f"start {program[:60]}" for program in dict.fromkeys(shadow.programs)]
+        record.changes = changes[:_MOST_NOTES]
+        if not variant.is_torch:
+            from ..ddp import defaults
+            from ..optim import left_to_torch
+
+            record.built = [*defaults.constructed, *left_to_torch.constructed]
+        record.write(Path(task["record"]))
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        if task["store"] and not (record.error and len(record.steps) < task["steps"]):
+            _end_together(task["store"], task["key"], rank, world_size)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)  # the script's own end would write, print and wait
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.stdin.read()))

@@ -138,6 +138,19 @@ def by_part(report: Path) -> dict[str, str]:
     return {part: f"{passed[part]}" + (f", {failed[part]} failed" if failed[part] else "") for part in PARTS}
 
 
+def snapshot(folder: Path) -> Path:
+    """Copies what a build needs, so that wheels are of the same sources whatever is edited while they are built."""
+    parts = ("csrc", "python", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")
+    listed = subprocess.run(
+        ["git", "-C", REPOSITORY, "ls-files", "-z", *parts], capture_output=True, text=True, check=True
+    ).stdout
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in filter(None, listed.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, folder / name)
+    return folder
+
+
 def table(rows: list[Row]) -> str:
     """Returns the rows as a table in Markdown."""
     head = ["Python", "torch", "install and doctor", *PARTS, "tests took"]
@@ -155,6 +168,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     args = parser.parse_args()
     work = REPOSITORY / "build/matrix"
+    source = snapshot(work / "source")
     kernels: tuple[str, ...] = ()  # the wheels of all Pythons may have the same library
     cuda = f"--architectures={args.architectures}" if shutil.which("nvcc") else "--no-cuda"
     rows = []
@@ -168,7 +182,18 @@ def main() -> int:
         wheels = work / f"wheels-{wanted.replace('/', '-')}"
         shutil.rmtree(wheels, ignore_errors=True)
         print(f"building the wheel for Python {wanted}", flush=True)
-        build = [python, REPOSITORY / "tools/wheels.py", cuda, "--out", wheels, *kernels, "--torch", *args.torch]
+        build = [
+            python,
+            REPOSITORY / "tools/wheels.py",
+            cuda,
+            "--source",
+            source,
+            "--out",
+            wheels,
+            *kernels,
+            "--torch",
+            *args.torch,
+        ]
         subprocess.run(build, check=True, timeout=3600)
         built = (REPOSITORY / "build/wheels").glob("cp*/merged/drivetrain/libdrivetrain_kernels.so")
         kernels = ("--kernels", str(max(built, key=lambda path: path.stat().st_mtime)))

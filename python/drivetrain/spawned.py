@@ -61,7 +61,7 @@ def _is_picklable(value: object) -> bool:
 
 
 def _after_torch(calls: dict[str, dict[str, object]]) -> None:
-    def call(_: ModuleType) -> None:
+    def call(torch: ModuleType) -> None:
         for target, arguments in calls.items():
             name, function = target.split(":")
             getattr(importlib.import_module(name), function)(**arguments)

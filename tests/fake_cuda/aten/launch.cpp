@@ -65,14 +65,14 @@ void add_ranges(std::vector<fake_cuda_range>& ranges, const at::Tensor& tensor, 
 
 namespace {
 
-struct Call {
+struct QueuedKernel {
   std::string name;
   std::function<void()> function;
   bool is_deterministic, warns_only;
 };
 
 int run(void* context) {
-  const auto& call = *static_cast<Call*>(context);
+  const auto& call = *static_cast<QueuedKernel*>(context);
   // The executor computes with one thread, so that results do not depend on the number of threads.
   static thread_local const bool is_set_up = [] {
     at::get_num_threads();
@@ -95,10 +95,10 @@ int run(void* context) {
 
 void launch(const std::string& name, c10::Device device, const std::vector<fake_cuda_range>& ranges,
             std::function<void()> function) {
-  auto* call = new Call{name, std::move(function), false, false};
+  auto* call = new QueuedKernel{name, std::move(function), false, false};
   const int error = fake_cuda_enqueue(
       c10::cuda::getCurrentCUDAStream(device.index()).stream(), name.c_str(), &run, call,
-      [](void* context) { delete static_cast<Call*>(context); }, ranges.data(), ranges.size());
+      [](void* context) { delete static_cast<QueuedKernel*>(context); }, ranges.data(), ranges.size());
   C10_CUDA_CHECK(static_cast<cudaError_t>(error));
 }
 

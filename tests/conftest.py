@@ -18,12 +18,14 @@ from shared_builds import built_once
 
 # These files take longest and run first, longest first, so that all test processes (see Makefile) end together.
 LONGEST = (
-    *("test_nccl", "test_gpu_check", "test_cli", "test_doctor_faults", "test_tags", "test_compiled"),
-    *("test_frameworks", "test_torch_ddp", "test_notebooks", "test_script", "test_tasks", "test_late_device"),
-    *("test_watch", "test_build", "test_elastic", "test_precision", "test_every_class", "test_crashes", "test_shm"),
-    *("test_faults", "test_example_gpt", "test_tiers", "test_resume", "test_shm_hosts", "test_collectives"),
-    *("test_store", "test_swap", "test_stock_loop", "test_planned_memory", "test_resumed_trainers", "test_shard"),
-    *("test_survivors", "test_preemption", "test_optim_db", "test_adafactor"),
+    *("test_nccl", "test_torch_ddp", "test_compiled", "test_notebooks", "test_gpu_check", "test_strangers_scripts"),
+    *("test_frameworks", "test_late_device", "test_watch", "test_hang_kinds"),
+    *("test_resumed_trainers", "test_lightning_callbacks", "test_rank0_saves", "test_elastic", "test_shard_scatter"),
+    *("test_shard", "test_sharded", "test_resume", "test_crashes", "test_faults", "test_loader", "test_preemption"),
+    *("test_script", "test_docs", "test_dtensor", "test_doctor_faults", "test_shm", "test_cli", "test_build"),
+    *("test_precision", "test_every_class", "test_changed_data", "test_kernel_gates", "test_planned_memory"),
+    *("test_example_gpt", "test_tags", "test_shard_scripts", "test_store", "test_tiers", "test_accelerate"),
+    *("test_collectives", "test_swap", "test_stock_loop", "test_optim_db", "test_shm_hosts", "test_survivors"),
 )
 
 

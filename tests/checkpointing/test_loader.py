@@ -21,6 +21,7 @@ from drivetrain.checkpointing.state import rng
 from drivetrain.checkpointing.state.data_position import position_of
 from drivetrain.checkpointing.state.encoding import Encoder, decode
 from drivetrain.data import ResumableSampler
+from effort import covering
 
 # torchdata 0.11 sets a vital sign that this torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -192,8 +193,10 @@ def test_loaders_that_are_iterated_together() -> None:
         assert begun + rest == whole, place
 
 
-@pytest.mark.parametrize("make", WITH_WORKERS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+SOME_WORKERS: list[dict[str, Any]] = [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize(("make", "options"), covering(1, WITH_WORKERS, SOME_WORKERS))
 def test_workers_and_a_second_resume(make: Any, options: dict[str, Any]) -> None:
     seed()
     loader = make(**options)
@@ -209,8 +212,7 @@ def test_workers_and_a_second_resume(make: Any, options: dict[str, Any]) -> None
     assert found == whole
 
 
-@pytest.mark.parametrize("make", WITH_WORKERS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("is_persistent", [False, True], ids=["workers", "persistent workers"])
+@pytest.mark.parametrize(("make", "is_persistent"), covering(1, WITH_WORKERS, [True, False]))
 def test_workers_that_end_under_a_notice_start_again(make: Any, is_persistent: bool) -> None:
     """Servers of forkserver end by a signal to the group, with their workers, before the rank has saved."""
 

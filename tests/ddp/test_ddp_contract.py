@@ -16,6 +16,7 @@ from torch.distributed import rpc
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
+import ddp_contract_cases as contract
 from ddp_cases import (
     SMALL_BUCKETS,
     OnRanks,
@@ -31,18 +32,6 @@ from ddp_cases import (
     mean_over_ranks,
     message_of,
     pair,
-)
-from ddp_contract_cases import (
-    Backwards,
-    diverged_replicas,
-    flag_set_after_forward,
-    gradients_behind_another_tensor,
-    measured_order,
-    several_backwards_with_unused_parameters,
-    sparse_gradients,
-    static_graph_and_no_sync,
-    uneven_sparse,
-    weighted_mean,
 )
 from drivetrain import DistributedDataParallel as DDP
 from ranks import run_on
@@ -140,15 +129,15 @@ def weight_on_some_ranks() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        flag_set_after_forward,
+        contract.flag_set_after_forward,
         forward_alone_under_no_sync,
         several_backwards,
-        several_backwards_with_unused_parameters,
+        contract.several_backwards_with_unused_parameters,
         inner_module,
         consumed_gradients,
         unfrozen_parameter,
         weight_on_some_ranks,
-        static_graph_and_no_sync,
+        contract.static_graph_and_no_sync,
     ],
 )
 def test_replicas_never_part_in_silence(on_ranks: OnRanks, function: Callable[[], None]) -> None:
@@ -206,7 +195,7 @@ def test_profile_shows_reductions() -> None:
 
 
 def test_replicas_that_part_are_named_on_every_rank(on_ranks: OnRanks) -> None:
-    for (message,) in on_ranks(diverged_replicas):
+    for (message,) in on_ranks(contract.diverged_replicas):
         assert "replicas have diverged: parameter '2.bias' is not the same on all ranks" in message
         assert "ranks {" in message
         assert "synchronized step 6" in message
@@ -214,7 +203,7 @@ def test_replicas_that_part_are_named_on_every_rank(on_ranks: OnRanks) -> None:
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_the_exact_mean_over_tokens(on_ranks: OnRanks, hooked: bool) -> None:
-    on_ranks(weighted_mean, hooked)
+    on_ranks(contract.weighted_mean, hooked)
 
 
 # ---- Communication hooks.
@@ -289,7 +278,7 @@ def recomputed() -> None:
 
 def rebuilding_as_hooks_see_it() -> None:
     """Lets hooks that step a ZeroRedundancyOptimizer partition it by the rebuilt buckets."""
-    for model in pair(Backwards(), **SMALL_BUCKETS):
+    for model in pair(contract.Backwards(), **SMALL_BUCKETS):
         seen: list[tuple[bool, int]] = []
 
         def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -333,7 +322,7 @@ def uneven_static_graph() -> None:
 def held_gradients() -> None:
     """Keeps tensors of .grad with gradient_as_bucket_view=True: they show the next gradients, too."""
     torch.manual_seed(dist.get_rank())
-    model = DDP(Backwards(), transport="shm", gradient_as_bucket_view=True)
+    model = DDP(contract.Backwards(), transport="shm", gradient_as_bucket_view=True)
     held = None
     for _ in range(7):
         x = torch.randn(4, 9)
@@ -428,14 +417,14 @@ def compiled() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        sparse_gradients,
+        contract.sparse_gradients,
         double_backward,
         recomputed,
-        measured_order,
-        gradients_behind_another_tensor,
+        contract.measured_order,
+        contract.gradients_behind_another_tensor,
         rebuilding_as_hooks_see_it,
         held_gradients,
-        uneven_sparse,
+        contract.uneven_sparse,
         uneven_static_graph,
         sharded_optimizer,
         compiled,

@@ -22,6 +22,7 @@ from shard_cases import OURS, Odd, expect_equal, train
 from test_shard_scatter import Shapes, Sizes, assert_equal_bits
 from torch import nn
 
+import ddp_contract_cases as contract
 from ddp_cases import (
     SMALL_BUCKETS,
     OnRanks,
@@ -35,17 +36,6 @@ from ddp_cases import (
     message_of,
     pair,
     step_alike,
-)
-from ddp_contract_cases import (
-    diverged_replicas,
-    flag_set_after_forward,
-    gradients_behind_another_tensor,
-    measured_order,
-    several_backwards_with_unused_parameters,
-    sparse_gradients,
-    static_graph_and_no_sync,
-    uneven_sparse,
-    weighted_mean,
 )
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import transport
@@ -297,16 +287,16 @@ def over_the_fake(fakes: Path, function: Callable[..., None], *args: Any) -> Non
 @pytest.mark.parametrize(
     "call",
     [
-        (flag_set_after_forward,),
-        (several_backwards_with_unused_parameters,),
-        (static_graph_and_no_sync,),
-        (weighted_mean, False),
-        (weighted_mean, True),
-        (diverged_replicas,),
-        (sparse_gradients,),
-        (uneven_sparse,),
-        (measured_order,),
-        (gradients_behind_another_tensor,),
+        (contract.flag_set_after_forward,),
+        (contract.several_backwards_with_unused_parameters,),
+        (contract.static_graph_and_no_sync,),
+        (contract.weighted_mean, False),
+        (contract.weighted_mean, True),
+        (contract.diverged_replicas,),
+        (contract.sparse_gradients,),
+        (contract.uneven_sparse,),
+        (contract.measured_order,),
+        (contract.gradients_behind_another_tensor,),
     ],
     ids=lambda call: call[0].__name__,
 )

@@ -120,7 +120,7 @@ def test_the_order_of_earlier_bytes_matters() -> None:
     assert not torch.allclose(gpt(tokens)[:, -1], gpt(swapped)[:, -1])
 
 
-def test_head_and_embedding_are_one_matrix_and_an_untrained_loss_is_near_that_of_chance() -> None:
+def test_head_and_embedding_are_one_matrix_that_begins_near_chance() -> None:
     gpt = tiny_gpt()
     assert [name for name, parameter in gpt.named_parameters() if len(parameter) == model.VOCAB_SIZE] == [
         "embedding.weight"

@@ -12,6 +12,7 @@ from engines import ENGINES, assert_as_torch
 from torch import nn
 
 from drivetrain import optim as ours
+from effort import covering
 
 engines = pytest.mark.parametrize("name", ENGINES)
 
@@ -54,9 +55,10 @@ def test_a_dict_without_the_keys_of_a_wrapper(name: str, kind: str) -> None:
     assert_as_torch(name, script)
 
 
-@engines
-@pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize("when", ["constructor", "later", "only the saved one"])
+WHENS = ("constructor", "later", "only the saved one")
+
+
+@pytest.mark.parametrize(("kind", "name", "when"), covering(2, CLASSES, list(ENGINES), WHENS))
 def test_groups_with_a_scripts_keys(name: str, kind: str, when: str) -> None:
     """The key is in both optimizers' groups, or only in those of the one that is saved."""
 

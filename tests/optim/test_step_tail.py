@@ -13,6 +13,7 @@ from torch import Tensor
 import drivetrain
 from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
+from effort import covering
 from optim_cases import TOLERANCES, assert_same, copies, make_params, set_grads
 from reference.lamb import LAMB
 
@@ -46,10 +47,12 @@ def scale_grads(params: list[Tensor], factor: float) -> None:
         param.grad.mul_(factor)
 
 
-@both
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("max_norm", [0.5, 1e4, math.inf])
-@pytest.mark.parametrize("zero", [False, True])
+NORMS = (0.5, 1e4, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "which", "max_norm", "zero"), covering(2, list(TOLERANCES), list(OPTIMIZERS), NORMS, [False, True])
+)
 def test_one_pass_is_unscale_clip_step_and_zero_one_after_the_other(
     which: str, dtype: torch.dtype, max_norm: float, zero: bool, isa: str
 ) -> None:

@@ -16,7 +16,7 @@ import drivetrain
 from ddp_cases import SMALL_BUCKETS, OnRanks, Products, TorchDDP, assert_equal_on_ranks, inputs, make_net, message_of
 from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
-from drivetrain.cli import run
+from drivetrain.cli import arguments
 from drivetrain.ddp import transport
 from ranks import run_on
 
@@ -285,8 +285,8 @@ def unedited_script() -> None:
 
 def test_unedited_script(on_ranks: OnRanks) -> None:
     on_ranks(unedited_script)
-    assert run._ddp_default("wire_dtype=bfloat16") == ("wire_dtype", "bfloat16")
-    assert run._ddp_default("wire_dtype=torch.bfloat16") == ("wire_dtype", "torch.bfloat16")
+    assert arguments._ddp_default("wire_dtype=bfloat16") == ("wire_dtype", "bfloat16")
+    assert arguments._ddp_default("wire_dtype=torch.bfloat16") == ("wire_dtype", "torch.bfloat16")
 
 
 @run_on(2)

@@ -220,9 +220,12 @@ def test_public_names() -> None:
         "accumulate",
         "activation_budget",
         "checkpoint",
+        "checkpointing",
         "data",
         "float32_grad",
         "fuse_wgrad",
         "plan",
+        "planner",
         "main_grads",
+        "monitor",
     }

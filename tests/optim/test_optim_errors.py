@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain import _C, DistributedDataParallel, optim
 from drivetrain.ddp import parameter_names
+from drivetrain.optim import declaration
 from drivetrain.optim.base import FusedOptimizer
 from drivetrain.optim.declaration import StepOptions
 from drivetrain.optim.precision import VERSION, VERSION_NAME
@@ -586,3 +587,23 @@ def test_group_that_is_no_dict(name: str) -> None:
     with pytest.raises(TypeError, match="param_group must be a dict, but got <class 'list'>"):
         optimizer.add_param_group([nn.Parameter(torch.ones(2, 2))])
     assert len(optimizer.param_groups) == 1
+
+
+def test_docstrings_are_the_same_without_their_indent() -> None:
+    """Python 3.13 and later remove the indent when they compile a class."""
+    text = """A rule.
+
+    More of it.
+
+    Args:
+        lr: Learning rate
+            of the rule.
+
+    Raises:
+        ValueError: It is wrong.
+    """
+    shown = declaration._documented(text, optim.AdamW, ["lr", "eps"])
+    assert declaration._documented(inspect.cleandoc(text), optim.AdamW, ["lr", "eps"]) == shown
+    assert (
+        "\n        lr: Learning rate\n            of the rule.\n        eps: Added to the denominator.\n" in shown
+    )

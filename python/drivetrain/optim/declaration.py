@@ -149,6 +149,7 @@ def _add_options(cls: type) -> None:
 
 def _documented(text: str, cls: type, names: list[str]) -> str:
     """Returns a class's docstring with what holds for all classes, and one entry for each argument."""
+    text = textwrap.indent(inspect.cleandoc(text), "    ").lstrip()  # Python 3.13 removes the indent of docstrings
     if torchs_base(cls) is not torch.optim.Optimizer:
         text = f"{_AS_TORCHS.format(cls.__name__)}\n\n    {text}"
     text, separator, raises = text.partition("\n    Raises:")

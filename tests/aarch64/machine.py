@@ -168,5 +168,6 @@ class Machine:
         facts = self.site / "drivetrain-0.dist-info"
         facts.mkdir(exist_ok=True)
         (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: drivetrain\nVersion: {version('drivetrain')}\n")
-        self._build(native, "native", ("native_tests", "kernel_bits"), *cross)
+        # The other part emulates CUDA, and switches between its threads by instructions of x86-64.
+        self._build(native, "native", ("native_tests", "kernel_bits"), *cross, "-DDRIVETRAIN_PART=threads")
         self._build(native, "native-here", ("memory_order", "kernel_bits"))

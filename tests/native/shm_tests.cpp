@@ -148,7 +148,7 @@ void test_seals() {
   expect(::ftruncate(file, 0) != 0 && ::ftruncate(file, 1 << 20) != 0, "a segment keeps its size");
   const ddp::Descriptor open(::memfd_create("not sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const uint64_t nonce = 7;
-  expect(::pwrite(open.get(), &nonce, sizeof(nonce), 0) == sizeof(nonce) && ::ftruncate(open.get(), 20000) == 0,
+  expect(::pwrite(open.get(), &nonce, sizeof(nonce), 0) == sizeof(nonce) && ::ftruncate(open.get(), 1 << 20) == 0,
          "a file that must be refused is made");
   std::string error = "no error";
   try {
@@ -225,6 +225,9 @@ void test_peer_process_in_a_sandbox() {
     const sock_fprog filter = {std::size(program), program};
     const bool is_set =
         ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+#if defined(__aarch64__)
+    if (!is_set && errno == EINVAL) return;  // qemu has no filters
+#endif
     expect(is_set && ::syscall(SYS_pidfd_open, ::getpid(), 0) < 0, "pidfd_open is unavailable");
     test_peer_process();
   }).join();

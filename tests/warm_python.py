@@ -378,11 +378,13 @@ def _end(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.modules["__main__"].__dict__.clear()
     gc.collect()
-    for stream in (sys.stdout, sys.stderr):
+    for name, stream in (("<stdout>", sys.stdout), ("<stderr>", sys.stderr)):
         try:
             stream.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             code = code or 120
+            what = f"<_io.TextIOWrapper name={name!r} mode='w' encoding='utf-8'>"
+            print(f"Exception ignored in: {what}\n{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     os._exit(code & 0xFF)
 
 

@@ -604,6 +604,4 @@ def test_docstrings_are_the_same_without_their_indent() -> None:
     """
     shown = declaration._documented(text, optim.AdamW, ["lr", "eps"])
     assert declaration._documented(inspect.cleandoc(text), optim.AdamW, ["lr", "eps"]) == shown
-    assert (
-        "\n        lr: Learning rate\n            of the rule.\n        eps: Added to the denominator.\n" in shown
-    )
+    assert "\n        lr: Learning rate\n            of the rule.\n        eps: Added to the denominator.\n" in shown

@@ -349,7 +349,8 @@ std::string StepReader::label(const Entry& entry) const {
     return text("parameter '",
                 py::str(py::handle(names)[py::int_(static_cast<size_t>(entry.index))]).cast<std::string>(), "'");
   }
-  const py::object name = py::module_::import("drivetrain.ddp.parameter_names").attr("name_of")(py::handle(entry.param));
+  const py::object name =
+      py::module_::import("drivetrain.ddp.parameter_names").attr("name_of")(py::handle(entry.param));
   if (!name.is_none()) return text("parameter '", py::str(name).cast<std::string>(), "'");
   const at::Tensor& param = THPVariable_Unpack(entry.param);
   return text("parameter ", entry.index, " of param_groups[", group.index, "] (shape ", param.sizes(), ")");

@@ -10,25 +10,28 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls functions with a module once it has been imported. It must be put into `sys.meta_path`.
+def call_after_imports(by_module: dict[str, list[Callable[[ModuleType], None]]]) -> None:
+    """Calls functions with a module: now if it has been imported, and otherwise once, right after its import.
 
     Args:
         by_module: The functions by the name of their module.
     """
+    finder = _AfterImports(by_module)
+    sys.meta_path.insert(0, finder)
+    finder.apply_to_loaded()
+
+
+class _AfterImports(importlib.abc.MetaPathFinder):
+    """Finds the modules as before, and adds the calls to their execution."""
 
     def __init__(self, by_module: dict[str, list[Callable[[ModuleType], None]]]) -> None:
         self._by_module = by_module
 
     def apply_to_loaded(self) -> None:
-        """Calls the functions of modules that have been imported before."""
         for name in list(self._by_module):
             if name in sys.modules:
-                self._apply(name, sys.modules[name])
-
-    def _apply(self, name: str, module: ModuleType) -> None:
-        for function in self._by_module.pop(name, ()):
-            function(module)
+                for function in self._by_module.pop(name, ()):
+                    function(sys.modules[name])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import sys
 from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
-from .after_import import AfterImport
+from .after_import import call_after_imports
 
 _calls: dict[str, dict[str, object]] = {}
 _plain_preparation_data = spawn.get_preparation_data
@@ -66,6 +65,4 @@ def _after_torch(calls: dict[str, dict[str, object]]) -> None:
             name, function = target.split(":")
             getattr(importlib.import_module(name), function)(**arguments)
 
-    finder = AfterImport({"torch": [call]})
-    sys.meta_path.insert(0, finder)
-    finder.apply_to_loaded()
+    call_after_imports({"torch": [call]})

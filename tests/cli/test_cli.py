@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -271,20 +272,24 @@ def test_only_rank_0_reports(tmp_path: Path) -> None:
     assert _cli("run", str(path), RANK="1").stderr == ""
 
 
-SPAWNING_SCRIPT = """
-import os, sys
+IMPORTS = """
+import os
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
-
+"""
+WORK = """
 def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("gloo", rank=rank, world_size=1)
     model = DDP(torch.nn.Linear(2, 2))
     assert type(model).__module__ == "drivetrain.ddp.distributed", type(model)
     dist.destroy_process_group()
-
+"""
+SPAWNING_SCRIPT = f"""{IMPORTS}
+import sys
+import torch.multiprocessing as mp
+{WORK}
 if __name__ == "__main__":
     mp.start_processes(work, (sys.argv[2],), nprocs=1, start_method=sys.argv[1])
 """
@@ -304,24 +309,14 @@ def test_run_follows_into_child_processes(tmp_path: Path, start_method: str) -> 
 def test_install_follows_into_child_processes(tmp_path: Path, start_method: str) -> None:
     """Also into processes that import torch late, and not into the processes of a pool that needs no torch."""
     path = tmp_path / "script.py"
+    late = WORK.replace(":\n", ":\n" + textwrap.indent(IMPORTS.strip(), "    ") + "\n", 1)
     path.write_text(
-        """
+        f"""
 import sys
 
 def has(name):
     return name in sys.modules
-
-def work(rank, port):
-    import os
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    dist.init_process_group("gloo", rank=rank, world_size=1)
-    model = DDP(torch.nn.Linear(2, 2))
-    assert type(model).__module__ == "drivetrain.ddp.distributed", type(model)
-    dist.destroy_process_group()
-
+{late}
 if __name__ == "__main__":
     import drivetrain, multiprocessing
     import torch.multiprocessing as mp

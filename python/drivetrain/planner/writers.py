@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..after_import import AfterImport
+from ..after_import import call_after_imports
 from .shadow import Shadow, rebind
 
 # Functions and methods of native code that open a file by its name: module, name, position of the file, its argument.
@@ -73,9 +73,7 @@ def begin(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) ->
     # TensorBoard then writes by Python, also where TensorFlow is installed.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     rebind(functions)
-    finder = AfterImport(by_module)
-    sys.meta_path.insert(0, finder)
-    finder.apply_to_loaded()
+    call_after_imports(by_module)
 
 
 class _Saver:

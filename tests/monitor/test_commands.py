@@ -265,6 +265,31 @@ def test_output_of_the_script_goes_above_the_line(monkeypatch: pytest.MonkeyPatc
     assert shown[4:] == [""]
 
 
+def test_the_line_gives_back_the_write_that_it_found() -> None:
+    """Another library may have replaced it before, and may replace it while the line shows."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as file:
+        plain, seen = file.write, []
+
+        def note(text: str) -> int:
+            seen.append(text)
+            return plain(text)
+
+        file.write = note  # type: ignore[method-assign]
+        for replaces in (False, True):
+            progress = Progress(file=file)
+            progress.take(step_event(1, 0.032), (5, 10))
+            progress._shown_at = 0.0
+            progress.show()
+            if replaces:
+                file.write = later = lambda text, above=file.write: above(text)  # type: ignore[method-assign]
+            progress.close()
+            assert file.write is (later if replaces else note)
+        file.write("still")
+    os.close(ours)
+    assert seen[-1] == "still"
+
+
 @pytest.mark.parametrize("batches", [0, 10])
 def test_a_bar_in_a_notebook(batches: int) -> None:
     pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")

@@ -18,6 +18,7 @@ from .stream import Event
 _LIVE_PERIOD_S, _LINE_PERIOD_S = 0.25, 10.0
 _SMOOTHING = 0.1  # weight of the last step in the shown mean
 _BAR_WIDTH = 12  # characters
+_Write = Callable[[str], int]
 
 
 class Progress:
@@ -104,15 +105,16 @@ class _LastLine:
         self._file, self._write = file, file.write
         self._lock = threading.RLock()  # the script and the collector's thread write
         self._is_shown, self._is_line_begun = False, False
-        self._streams: list[TextIO] = []
-        for stream in (file, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            if stream is not None and stream.isatty() and stream not in self._streams:
-                self._streams.append(stream)
+        self._streams: dict[TextIO, tuple[_Write, _Write]] = {}  # the write of each, before and now
+        for stream in dict.fromkeys((file, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
+            if stream is not None and stream.isatty():
                 # Handlers of logging hold the stream itself, so that another stream under sys.stderr would miss them.
-                stream.write = self._above(stream.write)  # type: ignore[method-assign]
+                plain, above = stream.write, self._above(stream.write)
+                stream.write = above  # type: ignore[method-assign]
+                self._streams[stream] = plain, above
         _last_lines.add(self)
 
-    def _above(self, write: Callable[[str], int]) -> Callable[[str], int]:
+    def _above(self, write: _Write) -> _Write:
         def write_above(text: str) -> int:
             with self._lock:
                 self._erase()
@@ -149,8 +151,9 @@ class _LastLine:
 
     def give_streams_back(self) -> None:
         """Lets the streams write as before. A forked process calls it without the lock, which a thread may hold."""
-        for stream in self._streams:
-            del stream.write
+        for stream, (plain, above) in self._streams.items():
+            if stream.write is above:  # otherwise another has replaced it since, whose calls go on to it
+                stream.write = plain  # type: ignore[method-assign]
         self._streams.clear()
 
 

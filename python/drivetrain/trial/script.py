@@ -74,7 +74,7 @@ class StepRecorder:
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _settle()
         self._step.seconds = time.perf_counter() - self._begin
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = _params_of(optimizer)
         if not self.record.steps:
             self._note_dtypes(param.dtype for param in params)
             if self._noise:
@@ -87,8 +87,7 @@ class StepRecorder:
         _settle()
         self._step.seconds += time.perf_counter() - self._begin
         if self._takes_prints:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            self._step.parameters = self._prints(dict(self._named(params)))
+            self._step.parameters = self._prints(dict(self._named(_params_of(optimizer))))
         self.record.steps.append(self._step)
         self._step = Step()
         if len(self.record.steps) == self._num_steps:
@@ -137,9 +136,13 @@ class StepRecorder:
                 param.copy_(param.float() * (1.0 + factor * noise))
 
 
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def _settle() -> None:
     """Waits for the device, so that times include the work and not its launch alone."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
@@ -177,7 +180,7 @@ def _network_bytes() -> int:
 
 
 def _peak_bytes() -> int:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -61,7 +61,7 @@ test-native: $(STAMPS)/test-tools ## run the native tests under the sanitizers; 
 test-fake-cuda: ## run the GPU tests on a stand-in for CUDA, without a GPU (an hour per seed; PART=ci SEEDS=1: 10 minutes)
 	PART="$(PART)" SEEDS="$(SEEDS)" tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
-test-aarch64: $(STAMPS)/test-tools ## build for aarch64 and run a part of the suite under qemu; needs Debian packages, which it names (40 minutes)
+test-aarch64: $(STAMPS)/test-tools ## build for aarch64 and run a part of the suite under qemu; needs Debian packages, which it names (time not measured yet)
 	PYTHONPATH=tests $(PYTHON) -m aarch64 --torch "$(TORCH)" $(ARGS)
 
 launches: ## print what each row of the GPU benchmarks launches on the stand-in, and compare it with launches.md (2 minutes)
@@ -123,7 +123,7 @@ picture: $(STAMPS)/test-tools ## draw the chart of README.md from benchmarks/res
 wheel: $(STAMPS)/build-tools ## write a wheel for torch 2.11 to 2.14 and an sdist to dist/, and run README's commands on them (25 minutes)
 	tests/wheel.sh $(PYTHON) $(ARGS)
 
-test-matrix: ## install the wheel for the oldest and newest Python and torch, run a part of the suite in each (an hour; ARGS="--python 3.12")
+test-matrix: ## install the wheel for the oldest and newest Python and torch, run a part of the suite in each (4 minutes of tests per pair, after the wheel; ARGS="--python 3.12")
 	python3 tests/matrix.py $(ARGS)
 
 release-check: $(ENV)/bin/python ## say what an upload of dist/ to the package index needs and lacks (a few seconds)

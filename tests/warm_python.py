@@ -18,6 +18,7 @@ session, too.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import marshal
 import os
 import resource
@@ -236,7 +237,7 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
                     children[connection.fileno()] = child, request[0][_SESSION] is None
                     waiting.register(connection, selectors.EVENT_READ)
                     waiting.register(os.pidfd_open(child), selectors.EVENT_READ, (child, connection))
-                    connection.send(b"y")
+                    _answer(connection, b"y")
                 elif key.data is not None:
                     child, connection = key.data
                     waiting.unregister(key.fd)
@@ -245,11 +246,14 @@ def _serve(listener: socket.socket, facts: tuple[Any, ...]) -> tuple[Any, ...]:
                     if connection.fileno() >= 0:
                         waiting.unregister(connection)
                         del children[connection.fileno()]
-                        connection.send(status.to_bytes(4, "little"))
+                        _answer(connection, status.to_bytes(4, "little"))
                         connection.close()
-                else:
+                elif key.fileobj.fileno() >= 0:  # its fork did not end in this round
                     connection = key.fileobj
-                    signals = connection.recv(64)
+                    try:
+                        signals = connection.recv(64)
+                    except ConnectionError:  # the program has died without reading the answer
+                        signals = b""
                     child, leads = children[connection.fileno()]
                     for number in signals or [signal.SIGKILL]:
                         _send(child, number, leads or not signals)
@@ -275,10 +279,20 @@ def _join_spaces(connection: socket.socket, server: dict[str, str]) -> None:
     pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     for name in _JOINED:
         path = f"/proc/{pid}/ns/{name}"
-        if os.readlink(path) != server[name]:
+        try:
+            own = os.readlink(path)
+        except FileNotFoundError:  # the program has died meanwhile
+            os._exit(1)
+        if own != server[name]:
             with open(path, "rb") as file:
                 if libc.setns(file.fileno(), 0) != 0:
                     raise OSError(ctypes.get_errno(), f"setns({path})")
+
+
+def _answer(connection: socket.socket, data: bytes) -> None:
+    """Sends the data. A program that has died gets none: its fork is killed when the server reads its signals."""
+    with contextlib.suppress(ConnectionError):
+        connection.send(data)
 
 
 def _send(child: int, number: int, to_group: bool) -> None:

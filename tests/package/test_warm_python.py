@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from namespaces import needs_namespaces
+from warm_python import _facts as warm_facts
 from warm_python import warm_python
 
 TIMEOUT_S = 60
@@ -95,6 +98,20 @@ def test_it_dies_with_its_program() -> None:
         process.kill()
         assert not process.stdout.read()  # ends once the fork has closed it
     os.close(fork)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["a part of its request", "its request"])
+def test_its_server_outlives_a_program_that_has_gone(is_whole: bool) -> None:
+    folder = Path(warm_python()).parent
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    wanted = (warm_facts(), (False, "-c", ["pass"]), f"{folder}/python", ["-c", "pass"], variables, str(Path.cwd()))
+    request = marshal.dumps(wanted)
+    with socket.socket(socket.AF_UNIX) as program:
+        program.connect(f"{folder}/server")
+        socket.send_fds(program, [len(request).to_bytes(8, "little")], [0, 1, 2])
+        program.sendall(request if is_whole else request[:9])
+    done = subprocess.run([warm_python(), "-c", IS_WARM], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    assert done.stdout == "True\n"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker
 
 .PHONY: help train test test-native test-fake-cuda launches fake-cuda-defects faults doctor-faults cluster strangers crashes compare time-to-quality accuracy
 .PHONY: test-aarch64 bench gpu-check gpu-wheels gpu-table
-.PHONY: check-cuda-build check-kernels doctor docs notebooks picture wheel test-matrix release-check format lint sanitize clean
+.PHONY: check-kernels doctor docs notebooks picture wheel test-matrix release-check format lint sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## show this list; times are for two cores and begin after the build, which takes two to three minutes
@@ -103,11 +103,6 @@ gpu-wheels: $(ENV)/bin/python ## download into .wheels what gpu-check may miss o
 
 gpu-table: $(ENV)/bin/python ## write the GPU figures of docs/benchmarks.md from the newest of benchmarks/results (a second)
 	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check.page
-
-# These are the oldest and the newest supported torch. `===` excludes a CPU build that an index offers under that number.
-CUDA_TORCHES ?= torch===2.11.0 torch===2.14.1
-check-cuda-build: $(ENV)/bin/python ## build and import against CUDA builds of torch; needs nvcc, no GPU (10 minutes and 6 GB each)
-	tests/check_cuda_build.sh $(ENV)/bin/python $(CUDA_TORCHES)
 
 # The variable silences an advertisement that the theme prints.
 docs: $(STAMPS)/docs-tools ## build the documentation into site/; warnings are errors, and the built pages are checked (half a minute)

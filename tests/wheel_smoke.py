@@ -1,4 +1,7 @@
-"""Checks an installed wheel: it imports from site-packages, steps an optimizer, and trains on two ranks."""
+"""Checks an installed wheel: it imports from site-packages, steps an optimizer, and trains on two ranks.
+
+python wheel_smoke.py --cuda    also requires a CUDA build of torch, the CUDA kernels and NCCL, but no GPU
+"""
 
 import subprocess
 import sys
@@ -8,7 +11,7 @@ from pathlib import Path
 import torch
 
 import drivetrain
-from drivetrain import _C
+from drivetrain import _C, _build_info
 
 TRAIN = """
 import torch, torch.distributed as dist
@@ -41,6 +44,12 @@ def main() -> None:
     libraries = {str(path.relative_to(folder.parent)) for path in folder.parent.rglob("*.so*")}
     modules = {f"{other.name}/{Path(_C.__file__).name}" for other in folder.parent.glob("torch_*")}
     assert libraries == {"libdrivetrain_kernels.so", *modules}, f"found {libraries}, expected {modules} and kernels"
+    if "--cuda" in sys.argv:
+        assert torch.version.cuda is not None, f"torch {torch.__version__} is a CPU build"
+        built = {"kernels by nvcc": _build_info.CUDA, "NCCL": _build_info.NCCL}
+        assert _C.has_cuda(), built
+        assert "none" not in built.values(), built
+        assert not torch.cuda.is_initialized(), "the import has initialized CUDA"
     param = torch.nn.Parameter(torch.ones(300))
     param.grad = torch.ones(300)
     drivetrain.optim.AdamW([param], lr=0.5, weight_decay=0.0).step()

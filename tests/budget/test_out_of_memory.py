@@ -112,8 +112,8 @@ model = torch.nn.Sequential(*(m for _ in range(12) for m in (torch.nn.Linear(128
 step()
 expected = [param.grad.clone() for param in model.parameters()]
 model.zero_grad()
-size = 1024 * int(open("/proc/self/status").read().split("VmSize:")[1].split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (size + 72 * 2**20,) * 2)
+size = 1024 * int(open("/proc/self/status").read().split("VmData:")[1].split()[0])
+resource.setrlimit(resource.RLIMIT_DATA, (size + 72 * 2**20,) * 2)
 try:
     step()
 except RuntimeError as error:

@@ -134,6 +134,25 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "Sequential (" in report["others"][0]["checked"]["built"][0]
 
 
+def test_a_budget_is_a_column(tried: Callable[..., Tried]) -> None:
+    layer_drop = SCRIPT_WITHOUT_FAULT.replace("model(inputs)", "model(inputs) * random.random()")
+    options = ("--steps", "8", "--rounds", "1", "--budget", "60%", "--json", "out.json")
+    status, said = tried("import random\n" + layer_drop, *options)
+    assert status == 0, said
+    assert "with --budget 60% trains the same, within rounding, for 8 steps." in said
+    assert "\nkept for backward " in said
+    run = json.loads(Path("out.json").read_text())["others"][-1]["timed"][0]
+    assert 0 < run["kept_bytes"] <= 0.6 * run["plain_bytes"]
+
+
+def test_a_budget_that_cannot_be_kept_is_a_warning(tried: Callable[..., Tried]) -> None:
+    status, said = tried(SCRIPT_WITHOUT_FAULT, "--steps", "6", "--rounds", "1", "--budget", "1")
+    assert status == 0, said
+    assert "with --budget 1 warns: DistributedDataParallel has no budget: budget is 1 B: the smallest" in said
+    status, said = tried(SCRIPT_WITHOUT_FAULT, "--budget", "much")
+    assert (status, said.startswith("drivetrain try: --budget is 'much', expected a number of bytes")) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("script", "status", "said"),
     [

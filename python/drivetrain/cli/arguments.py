@@ -84,6 +84,7 @@ def of_try(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", choices=["optimizer", "gradients"], help="also try to divide these among the ranks")
     parser.add_argument("--state-bits", type=int, choices=[32, 16, 8], help="also try this format of optimizer states")
     parser.add_argument("--master-bits", type=int, choices=[32, 24], help="also try this format of master weights")
+    parser.add_argument("--budget", metavar="BYTES", help="also try this budget of activations, such as 60%% or 2GiB")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("script", help="path of the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")

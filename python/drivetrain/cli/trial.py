@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from ..memory import bytes_of
 from ..trial.record import RunRecord, Variant
 from ..trial.report import TrialReport, Tried
 from ..trial.runs import Runs, Trial, TrialError
@@ -25,6 +26,12 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.script).is_file():
         print(f"drivetrain try: there is no file {args.script}", file=sys.stderr)
         return 2
+    if args.budget:
+        try:
+            bytes_of(args.budget, 1, "--budget")
+        except ValueError as error:
+            print(f"drivetrain try: {error}", file=sys.stderr)
+            return 2
     runs = Runs(Trial(args.script, args.arguments, args.steps, args.limit))
     try:
         report = _tried(runs, args)
@@ -49,6 +56,8 @@ def _variants(args: argparse.Namespace, world_size: int) -> list[Variant]:
         variants.append(Variant(f"with {named}", {}, optim=True, formats=formats))
     if args.shard:
         variants.append(Variant(f"with --shard {args.shard}", {"shard": args.shard}, optim=args.optim))
+    if args.budget:
+        variants.append(Variant(f"with --budget {args.budget}", {}, optim=args.optim, budget=args.budget))
     return variants
 
 

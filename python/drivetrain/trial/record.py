@@ -19,6 +19,7 @@ class Variant:
     ddp: dict[str, object] | None = None  # defaults of DistributedDataParallel
     optim: bool = False  # torch's optimizers are replaced, too
     formats: dict[str, int] = field(default_factory=dict)  # state_bits and master_bits of every optimizer
+    budget: str = ""  # of the activations of every model
 
     @property
     def is_torch(self) -> bool:
@@ -53,6 +54,8 @@ class RunRecord:
     phases: dict[str, float] = field(default_factory=dict)  # seconds of a step by phase, if no prints were taken
     peak_bytes: int = 0  # of the device, or resident on the CPU
     network_bytes: int = 0  # of this host, through its interfaces
+    plain_bytes: int = 0  # of activations that the models would keep for backward without a budget
+    kept_bytes: int = 0  # of activations that they keep at most
     resolution: float = 1e-7  # relative rounding of the coarsest dtype that parameters or autocast have
     warnings: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)  # what the script would have written and started

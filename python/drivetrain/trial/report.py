@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..budget.table import size
 from ..notebook import text_table
 from ..phases import LABELS
 from .compare import Parting, parting, ratios, step_s
@@ -75,8 +76,12 @@ class TrialReport:
             rows.append(
                 ("peak memory", *(f"{max(run.peak_bytes for run in one.timed) / 1e6:,.0f} MB" for one in every))
             )
+            if any(one.timed[0].plain_bytes for one in every):
+                plain = max(run.plain_bytes for one in every for run in one.timed)
+                kept = [max(run.kept_bytes for run in one.timed) for one in every]
+                rows.append(("kept for backward", *(size(num_bytes or plain) for num_bytes in kept)))
             sent = [min(run.network_bytes for run in one.timed) / max(len(one.timed[0].steps), 1) for one in every]
-            rows.append(("network per step", *(f"{size / 1e6:,.2f} MB" for size in sent)))
+            rows.append(("network per step", *(f"{num_bytes / 1e6:,.2f} MB" for num_bytes in sent)))
         header = ("", *(one.variant.name for one in every))
         return "\n".join([text_table(header, rows), "", *self._lines()])
 

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from ..planner import writers
 from ..planner.main_script import load_script
 from ..planner.period import Enough
 from ..planner.shadow import Shadow
+from .budgeted import BudgetedCalls
 from .record import Print, RunRecord, Step, Variant
 
 _END_S = 120.0  # the longest wait for the other ranks at the end
@@ -40,10 +41,12 @@ class StepRecorder:
         num_steps: Calls of optimizers' `step`, after which `Enough` is raised.
         takes_prints: Also takes prints of gradients and parameters, which are not in the times.
         noise: Relative size of a change that is made to each parameter before the first step; 0: none.
+        end_of_planning: Is called before the first step.
     """
 
-    def __init__(self, num_steps: int, takes_prints: bool, noise: float) -> None:
+    def __init__(self, num_steps: int, takes_prints: bool, noise: float, end_of_planning: Callable[[], None]) -> None:
         self.record = RunRecord()
+        self._end_of_planning = end_of_planning
         self._num_steps, self._takes_prints, self._noise = num_steps, takes_prints, noise
         self._signs = torch.empty(0)
         self._names: dict[int, str] = {}
@@ -76,6 +79,7 @@ class StepRecorder:
         self._step.seconds = time.perf_counter() - self._begin
         params = _params_of(optimizer)
         if not self.record.steps:
+            self._end_of_planning()
             self._note_dtypes(param.dtype for param in params)
             if self._noise:
                 self._disturb(params)
@@ -206,7 +210,8 @@ def main(task: dict[str, Any]) -> NoReturn:
             ranks also need the address "store" of a store, and the "key" of this run in it.
     """
     variant = Variant(**task["variant"])
-    recorder = StepRecorder(task["steps"], task["prints"], task["noise"])
+    budgeted = BudgetedCalls(variant.budget)
+    recorder = StepRecorder(task["steps"], task["prints"], task["noise"], budgeted.end)
     record, shadow = recorder.record, Shadow(task["folder"], "a script under trial")
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     seen: dict[str, None] = {}
@@ -226,6 +231,8 @@ def main(task: dict[str, Any]) -> NoReturn:
         writers.begin(shadow, {})
         warnings.showwarning = lambda message, category, *_: seen.setdefault(f"{category.__name__}: {message}")
         recorder.begin()
+        if variant.budget:
+            budgeted.begin()
         if monitor is not None:
             monitor.start()
         exec(code, main_module.__dict__)
@@ -242,7 +249,9 @@ def main(task: dict[str, Any]) -> NoReturn:
             summary = monitor.summary()
             record.phases = {name: seconds / max(summary.num_steps, 1) for name, seconds in summary.phase_s.items()}
         record.peak_bytes, record.network_bytes = _peak_bytes(), _network_bytes() - before
-        record.warnings = [text.strip().splitlines()[0] for text in seen][:_MOST_NOTES]
+        record.plain_bytes = sum(plan.unplanned_bytes for plan in budgeted.plans)
+        record.kept_bytes = sum(plan.peak_bytes for plan in budgeted.plans)
+        record.warnings = [text.strip().splitlines()[0] for text in (*budgeted.failures, *seen)][:_MOST_NOTES]
         changes = [f"{what} {path}" for what, path, _ in shadow.overlay.changes()]
         changes += [f"start {program[:60]}" for program in dict.fromkeys(shadow.programs)]
         record.changes = changes[:_MOST_NOTES]
@@ -250,7 +259,8 @@ def main(task: dict[str, Any]) -> NoReturn:
             from ..ddp import defaults
             from ..optim import left_to_torch
 
-            record.built = [*defaults.constructed, *left_to_torch.constructed]
+            planned = [f"activation budget of {type(plan._model).__name__}" for plan in budgeted.plans]
+            record.built = [*defaults.constructed, *left_to_torch.constructed, *planned]
         record.write(Path(task["record"]))
         for worker in multiprocessing.active_children():
             worker.terminate()

@@ -525,6 +525,8 @@ def test_compiled() -> None:
     torch.testing.assert_close(ours, expected)
 
 
+# On Python 3.14, torch 2.11 says so of what the check calls between the graphs.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_verified_where_the_graph_breaks() -> None:
     x = torch.ones(100, requires_grad=True)
     step = torch.compile(

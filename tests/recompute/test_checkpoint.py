@@ -37,6 +37,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from drivetrain import DistributedDataParallel, checkpoint
 from drivetrain.optim import AdamW
+from drivetrain.recompute.location import here, owner_of
 from ranks import run_on
 
 # ---- Bits.
@@ -525,8 +526,13 @@ def test_compiled() -> None:
     torch.testing.assert_close(ours, expected)
 
 
-# On Python 3.14, torch 2.11 says so of what the check calls between the graphs.
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_locations_where_the_graph_breaks() -> None:
+    step = torch.compile(lambda x: (x.sin(), here(), owner_of(x)), backend="eager")
+    _, at, owner = step(torch.ones(2))  # Dynamo warned of sys._getframe, always on Python 3.14
+    assert "test_checkpoint.py:" in at
+    assert not owner
+
+
 def test_verified_where_the_graph_breaks() -> None:
     x = torch.ones(100, requires_grad=True)
     step = torch.compile(

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..frames import self_of, stack_of, users_line
 
 
+@_disable_dynamo  # it warns of sys._getframe, which it cannot trace
 def here() -> str:
     """Returns where this thread runs, such as "in layer9.mlp of GPT (gpt/model.py:88 in forward)".
 
@@ -70,6 +72,7 @@ def is_running_statistic(tensor: Tensor) -> bool:
     )
 
 
+@_disable_dynamo
 def _modules_called() -> list[nn.Module]:
     """Returns the modules whose methods this thread is in, the innermost first."""
     selves = [self_of(frame) for frame in stack_of(sys._getframe(1))]

@@ -100,6 +100,14 @@ def after(step):
 train(after)
 torch.save(best, Path("sub") / "best.pt") if os.path.isdir("sub") else None
 """,
+    "arrow": """
+import pyarrow
+Path("table.arrow").write_bytes(b"12")
+assert pyarrow.memory_map("table.arrow") == pyarrow.input_stream("table.arrow") == b"12"
+pyarrow.memory_map("data.bin", "r+")
+assert pyarrow.memory_map("data.bin") == b"9234"
+train(lambda step: None)
+""",
     "programs": """
 assert subprocess.run("rm -rf *", shell=True).returncode == 0 and os.system("rm model.pt") == 0
 assert subprocess.check_output(["git", "rev-parse", "HEAD"], text=True) == ""
@@ -130,6 +138,20 @@ finally:
 """,
 }
 
+# Opens files as native code does, which Python sees nothing of.
+PYARROW = """
+import ctypes
+def memory_map(path, mode="r"):
+    libc = ctypes.CDLL(None)
+    file, found = libc.open(path.encode(), 0 if mode == "r" else 2), ctypes.create_string_buffer(9)
+    if mode != "r":
+        libc.pwrite(file, b"9", 1, 0)
+    size = libc.read(file, found, 9)
+    return found.raw[:size]
+def input_stream(source):
+    return memory_map(source)
+"""
+
 
 def planned(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
@@ -155,6 +177,7 @@ def test_a_planned_script_changes_nothing(name: str, tmp_path: Path) -> None:
         ("log.txt", "begin\n"),
         ("ckpt-old/a.pt", "old"),
         ("data.bin", "1234"),
+        ("pyarrow.py", PYARROW),
     ):
         (folder / file).write_text(text)
     (folder / "train.py").write_text(HEAD + WRITERS[name])

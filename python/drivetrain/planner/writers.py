@@ -39,9 +39,17 @@ _NATIVE_WRITERS = (
     ("numpy", "savetxt", 0, "fname"),
     ("sqlite3", "connect", 0, "database"),
     ("h5py", "File", 0, "name"),
+    ("pyarrow", "memory_map", 0, "path"),  # by which datasets reads what it has written
 )
 # Functions that read; NumPy's keep a built-in open.
-_READERS = (("numpy", "loadtxt", 0, "fname"), ("numpy", "genfromtxt", 0, "fname"), ("torch", "load", 0, "f"))
+_READERS = (
+    ("numpy", "loadtxt", 0, "fname"),
+    ("numpy", "genfromtxt", 0, "fname"),
+    ("torch", "load", 0, "f"),
+    ("pyarrow", "input_stream", 0, "source"),
+    ("pyarrow.parquet", "read_table", 0, "source"),
+)
+_BY_MODE = ("File", "memory_map")  # these read unless a mode says otherwise
 _CHANGING = os.O_RDWR | os.O_CREAT
 
 
@@ -206,7 +214,7 @@ def _redirect(shadow: Shadow, name: str, position: int, argument: str, reads: bo
         given = args[position] if len(args) > position else kwargs.get(argument)
         if _is_file_name(given):
             mode = kwargs.get("mode", args[position + 1] if len(args) > position + 1 else "r")
-            only_reads = reads or (name == "File" and mode == "r")  # of h5py
+            only_reads = reads or (name in _BY_MODE and mode == "r")
             place = shadow.read_place(given) if only_reads else shadow.place(given, _CHANGING)
             if len(args) > position:
                 args = (*args[:position], place, *args[position + 1 :])

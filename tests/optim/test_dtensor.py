@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -693,3 +693,20 @@ def test_fully_shard_over_a_tensor_parallel_plan() -> None:
         state = optimizer.state[a]["exp_avg"]
         assert (state.placements, state.shape) == (a.placements, a.shape)  # type: ignore[attr-defined]
         torch.testing.assert_close(whole(state), whole(reference.state[b]["exp_avg"]))
+
+
+# ---- FSDP1, whose parts are plain tensors.
+
+
+@pytest.mark.parametrize("uses_original", [False, True])
+@run_on(2)
+def test_norms_of_fsdp1s_parts_are_refused(uses_original: bool) -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=uses_original, device_id=torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match="would clip by the norm of its own part"):
+        optim.AdamW(model.parameters(), max_grad_norm=1.0)
+    with pytest.raises(NotImplementedError, match="LAMB needs whole parameters"):
+        optim.LAMB(model.parameters())
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.clip_grad_norm_(0.1) > 0.1
+    optimizer.step()

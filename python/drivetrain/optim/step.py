@@ -82,6 +82,11 @@ def add_group(engine: Engine, torchs_add: Callable[[dict[str, Any]], None], para
     precision.check(engine.formats_of(param_group))
     torchs_add(param_group)
     try:
+        _refuse_parts_of_fsdp1(engine, engine.param_groups[-1])
+    except NotImplementedError:
+        engine.param_groups.pop()
+        raise
+    try:
         left_to_torch.check_group(engine, len(engine.param_groups) - 1)
     except _REFUSALS as refusal:
         if left_to_torch.torchs_class(engine) is None:
@@ -89,6 +94,23 @@ def add_group(engine: Engine, torchs_add: Callable[[dict[str, Any]], None], para
             raise
         left_to_torch.leave(engine, str(refusal), stacklevel=3)
     engine.find_devices()
+
+
+def _refuse_parts_of_fsdp1(engine: Engine, group: dict[str, Any]) -> None:
+    """Raises where the step needs a norm of whole parameters, which parts that are plain tensors do not give."""
+    if (
+        not any(getattr(param, "_fsdp_flattened", False) for param in group["params"])
+        or torch.distributed.get_world_size() == 1
+    ):
+        return
+    where = "the parameters are parts of FullyShardedDataParallel, as plain tensors"
+    if engine.kept.max_grad_norm is not None:
+        raise NotImplementedError(
+            f"max_grad_norm is {engine.kept.max_grad_norm}, but {where}, so each rank would clip by the norm of its "
+            "own part. Leave it None and call the model's clip_grad_norm_(), or use fully_shard()"
+        )
+    if engine.rule.gathers(group) and left_to_torch.torchs_class(engine) is None:
+        raise NotImplementedError(f"{engine.class_name} needs whole parameters, but {where}: use fully_shard()")
 
 
 def refuse_options(engine: Engine, options: dict[str, Any]) -> None:

@@ -100,12 +100,14 @@ def after(step):
 train(after)
 torch.save(best, Path("sub") / "best.pt") if os.path.isdir("sub") else None
 """,
-    "arrow": """
-import pyarrow
+    "native": """
+import pyarrow, tokenizers
 Path("table.arrow").write_bytes(b"12")
 assert pyarrow.memory_map("table.arrow") == pyarrow.input_stream("table.arrow") == b"12"
 pyarrow.memory_map("data.bin", "r+")
 assert pyarrow.memory_map("data.bin") == b"9234"
+os.makedirs("made"), tokenizers.Tokenizer().save("made/tokenizer.json")
+assert tokenizers.Tokenizer.from_file("made/tokenizer.json") == b"9"
 train(lambda step: None)
 """,
     "programs": """
@@ -141,15 +143,24 @@ finally:
 # Opens files as native code does, which Python sees nothing of.
 PYARROW = """
 import ctypes
-def memory_map(path, mode="r"):
+def native(path, mode="r"):
     libc = ctypes.CDLL(None)
-    file, found = libc.open(path.encode(), 0 if mode == "r" else 2), ctypes.create_string_buffer(9)
+    file, found = libc.open(path.encode(), 0 if mode == "r" else 0o102, 0o600), ctypes.create_string_buffer(9)
     if mode != "r":
         libc.pwrite(file, b"9", 1, 0)
     size = libc.read(file, found, 9)
     return found.raw[:size]
+def memory_map(path, mode="r"):
+    return native(path, mode)
 def input_stream(source):
-    return memory_map(source)
+    return native(source)
+"""
+TOKENIZERS = """
+from pyarrow import native
+class Tokenizer:
+    def save(self, path, pretty=True):
+        native(path, "w")
+    from_file = staticmethod(native)
 """
 
 
@@ -178,6 +189,7 @@ def test_a_planned_script_changes_nothing(name: str, tmp_path: Path) -> None:
         ("ckpt-old/a.pt", "old"),
         ("data.bin", "1234"),
         ("pyarrow.py", PYARROW),
+        ("tokenizers.py", TOKENIZERS),
     ):
         (folder / file).write_text(text)
     (folder / "train.py").write_text(HEAD + WRITERS[name])

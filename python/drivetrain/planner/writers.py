@@ -40,6 +40,7 @@ _NATIVE_WRITERS = (
     ("sqlite3", "connect", 0, "database"),
     ("h5py", "File", 0, "name"),
     ("pyarrow", "memory_map", 0, "path"),  # by which datasets reads what it has written
+    ("tokenizers", "Tokenizer.save", 1, "path"),
 )
 # Functions that read; NumPy's keep a built-in open.
 _READERS = (
@@ -48,6 +49,7 @@ _READERS = (
     ("torch", "load", 0, "f"),
     ("pyarrow", "input_stream", 0, "source"),
     ("pyarrow.parquet", "read_table", 0, "source"),
+    ("tokenizers", "Tokenizer.from_file", 0, "path"),
 )
 _BY_MODE = ("File", "memory_map")  # these read unless a mode says otherwise
 _CHANGING = os.O_RDWR | os.O_CREAT

@@ -19,7 +19,7 @@ from warm_python import warm_environ, warm_python
 
 # One rank, so that a run takes a moment. Every fault acts in drivetrain's runs alone.
 SCRIPT = """
-import os, sys
+import os, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -116,14 +116,22 @@ def test_a_healthy_script_raises_no_alarm(seed: int, tried: Callable[..., Tried]
     assert "with --optim trains the same, within rounding, for 30 steps. Its steps are " in said
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT_WITHOUT_FAULT)
+def on_two_ranks(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "drivetrain", "try")
-    command = [warm_python(), *launch, "--steps", "10", "--rounds", "1", "--json", "out.json", "--optim", "train.py"]
-    environment = {**warm_environ(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    return subprocess.run(
+        [warm_python(), *launch, "--rounds", "1", *options, "train.py"],
+        cwd=folder,
+        env={**warm_environ(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    done = on_two_ranks(tmp_path, SCRIPT_WITHOUT_FAULT, "--steps", "10", "--json", "out.json", "--optim")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "drivetrain trains the same, within rounding, for 10 steps. Its steps are " in done.stdout
     assert "with --optim trains the same" in done.stdout
@@ -132,6 +140,14 @@ def test_two_ranks(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out.json").read_text())
     assert [len(one["timed"][0]["steps"]) for one in (report["torchs"], *report["others"])] == [10, 10, 10]
     assert "Sequential (" in report["others"][0]["checked"]["built"][0]
+
+
+def test_a_fault_of_another_rank_is_reported(tmp_path: Path) -> None:
+    fault = "if ours and step == 3 and os.environ['RANK'] == '1': params[0].grad.neg_()"
+    done = on_two_ranks(tmp_path, script_with(fault), "--steps", "4")
+    assert done.returncode == 1
+    assert "rank 1: drivetrain TRAINS SOMETHING ELSE from step 4, " in done.stdout, done.stdout + done.stderr
+    assert "loss at step 4" in done.stdout
 
 
 def test_a_budget_is_a_column(tried: Callable[..., Tried]) -> None:
@@ -160,6 +176,7 @@ def test_a_budget_that_cannot_be_kept_is_a_warning(tried: Callable[..., Tried]) 
         ("import os; os._exit(3)", 2, "train.py under torch ended with status 3. Its last lines:"),
         (script_with("if ours and step == 3: raise KeyError('lost')"), 1, "with --optim fails where torch does not:"),
         (script_with("if not step: params[0].data += torch.seed() % 97"), 0, "does not repeat to the bit"),
+        (script_with("if step == 4: raise OSError(time.time())"), 0, "torch's run stops early: OSError: 1"),
     ],
 )
 def test_scripts_that_cannot_be_compared(script: str, status: int, said: str, tried: Callable[..., Tried]) -> None:

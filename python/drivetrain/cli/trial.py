@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         print(report)
         if args.json:
             args.json.write_text(json.dumps(asdict(report)))
-    return int(report.fails())
+    return int(report.fails() and runs.rank == 0)  # a launcher ends rank 0 once another rank has failed
 
 
 def _variants(args: argparse.Namespace, world_size: int) -> list[Variant]:
@@ -74,13 +74,15 @@ def _tried(runs: Runs, args: argparse.Namespace) -> TrialReport:
             progress.advance(bar)
             return record
 
+        checked = one(torchs, "losses and gradients", prints=True)
+        if not checked.steps:
+            raise TrialError(f"{args.script} makes no optimizer step under torch: {checked.error}")
         report = TrialReport(
-            Tried(torchs, one(torchs, "losses and gradients", prints=True)),
+            Tried(torchs, checked),
             [one(torchs, "the same again", prints=True), one(torchs, "with rounding", prints=True, noise=1.0)],
             [Tried(variant, one(variant, "losses and gradients", prints=True)) for variant in variants],
         )
-        if not report.torchs.checked.steps:
-            raise TrialError(f"{args.script} makes no optimizer step under torch: {report.torchs.checked.error}")
+        report.elsewhere = runs.share(report.failures())
         if not report.fails():
             for number in range(1, args.rounds + 1):
                 for tried in (report.torchs, *report.others):

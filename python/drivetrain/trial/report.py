@@ -42,6 +42,7 @@ class TrialReport:
     torchs: Tried
     usual: Sequence[RunRecord]
     others: Sequence[Tried]
+    elsewhere: dict[int, str] = field(default_factory=dict)  # by rank: what other ranks say of variants that fail
 
     def parting_of(self, tried: Tried) -> Parting | None:
         """Returns where a variant parts from torch; a format that rounds more by the user's wish always does."""
@@ -57,8 +58,19 @@ class TrialReport:
         ] == [step.parameters for step in self.torchs.checked.steps]
 
     def fails(self) -> bool:
-        """Returns whether a variant failed, or trains something else."""
-        return any(tried.checked.error != self.torchs.checked.error or self.parting_of(tried) for tried in self.others)
+        """Returns whether a variant failed, or trains something else, on any rank."""
+        return bool(self.elsewhere or self.failures())
+
+    def failures(self) -> str:
+        """Returns the verdicts on variants that fail on this rank."""
+        return "\n".join(
+            self._verdict(one) for one in self.others if self._stops_elsewhere(one) or self.parting_of(one)
+        )
+
+    def _stops_elsewhere(self, tried: Tried) -> bool:
+        """Returns whether a run ends after other steps than torch's. Errors have ports and names of their own."""
+        mine, theirs = tried.checked, self.torchs.checked
+        return bool(mine.error) != bool(theirs.error) or len(mine.steps) != len(theirs.steps)
 
     def __str__(self) -> str:
         every = [self.torchs, *self.others]
@@ -94,11 +106,14 @@ class TrialReport:
         for tried in self.others:
             new = [text for text in tried.checked.warnings if text not in self.torchs.checked.warnings]
             lines += [f"{tried.variant.name} warns: {text}" for text in new]
+        if error := self.torchs.checked.error:
+            lines.append(f"torch's run stops early: {error.splitlines()[-1]}")
+        lines += [f"rank {rank}: {said}" for rank, said in self.elsewhere.items()]
         return [*lines, *(self._verdict(tried) for tried in self.others)]
 
     def _verdict(self, tried: Tried) -> str:
         name, theirs = tried.variant.name, self.torchs.checked
-        if tried.checked.error != theirs.error:
+        if self._stops_elsewhere(tried):
             return f"{name} fails where torch does not:\n{tried.checked.error or theirs.error}"
         if (found := self.parting_of(tried)) is not None:
             return f"{name} TRAINS SOMETHING ELSE from {found}. Please report this."

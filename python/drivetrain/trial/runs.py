@@ -114,6 +114,15 @@ class Runs:
                 raise TrialError(f"{trial.script} under {variant.name} {how}. Its last lines:\n{last}")
             return RunRecord.read(record)
 
+    def share(self, said: str) -> dict[int, str]:
+        """Returns what the other ranks say, by rank, unless they say nothing."""
+        if self._address is None:
+            return {}
+        self._store.set(f"drivetrain-try/said/{self.rank}", said)
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        every = {rank: self._store.get(f"drivetrain-try/said/{rank}").decode() for rank in others}
+        return {rank: text for rank, text in every.items() if text}
+
     def _port(self, key: str) -> str:
         """Returns the port at which the script's own process group of this run meets."""
         if self.rank == 0:

@@ -92,6 +92,7 @@ _check_torch(_torch_version(), _build_info.TORCH_VERSION)
 if TYPE_CHECKING:
     from . import amp, checkpointing, data, monitor, optim, planner
     from .budget import activation_budget
+    from .compute_check import check_compute
     from .ddp import DistributedDataParallel
     from .ddp.accumulate import accumulate
     from .grad.fuse_wgrad import fuse_wgrad
@@ -108,6 +109,7 @@ _MODULE_OF = {
     "Monitor": "monitor",
     "accumulate": "ddp.accumulate",
     "activation_budget": "budget",
+    "check_compute": "compute_check",
     "checkpoint": "recompute",
     "clip_grad_norm_": "optim",
     "float32_grad": "grad.main_grads",
@@ -125,6 +127,7 @@ __all__ = [
     "accumulate",
     "activation_budget",
     "amp",
+    "check_compute",
     "checkpoint",
     "checkpointing",
     "clip_grad_norm_",

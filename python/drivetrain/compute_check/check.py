@@ -1,0 +1,333 @@
+"""Checks in some steps that a rank computes the gradients that other ranks compute from the same inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import platform
+import socket
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..ddp.consistency import trained_parameters
+from ..ddp.gather import gather_objects
+from .repeat import RecordedStep, before, hash_of, repeat, results_of
+
+_MOST_MISSED = 8  # steps in a row that cannot be checked
+
+
+class ComputeError(RuntimeError):
+    """A rank computes something else than the others from the same values.
+
+    Attributes:
+        ranks: The ranks that may be at fault: one if a third rank or a repetition has decided.
+        step: Optimizer steps before it.
+        parameter: The first parameter, or state of one, that differs.
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int], step: int, parameter: str) -> None:
+        super().__init__(text)
+        self.ranks, self.step, self.parameter = tuple(ranks), step, parameter
+
+
+def check_compute(model: DistributedDataParallel, every: int = 100) -> ComputeCheck:
+    """Compares the computation of ranks from now on, to find processors and GPUs that compute wrongly.
+
+    Processors with a defect give wrong results without an error, at times. In every `every`-th step one rank repeats
+    the forward and backward pass of its neighbor, in turn over all ranks. It has the same parameters, and gets inputs,
+    buffers, random states and the gradients of the results. The gradients of all parameters must have the same bits.
+    If they differ, a third rank repeats the pass and decides which of the two is wrong. With two ranks in all, it is
+    the one whose own repetition differs. Checksums of parameters and of the optimizer's states are also compared over
+    ranks.
+
+    All ranks must call this, after they have wrapped the model and before its first step. Call it for torch's wrapper
+    or drivetrain's. The check takes place when an optimizer of the model begins its step. It takes the time of about
+    two steps in each `every` steps, as ranks wait for the one that repeats.
+
+    At the first check every rank repeats its own pass. If the bits differ there, the model has operations without a
+    fixed order, and a warning says that it cannot be checked. So it does if ranks have processors or GPUs of different
+    kinds, and if steps make several forward passes through the wrapper.
+
+    Args:
+        model: The wrapped model, whose parameters are equal on all ranks.
+        every: Optimizer steps from one check to the next, at least 1.
+
+    Returns:
+        The check, which `remove()` ends.
+
+    Raises:
+        TypeError: `model` is no DistributedDataParallel.
+        ValueError: `every` is below 1.
+        NotImplementedError: The wrapper has `mixed_precision` or `expert_groups`, or a parameter has a `main_grad`.
+
+        While it trains, every rank raises ComputeError before the optimizer's step, if a rank computes wrongly.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"model is a {type(model).__name__}, expected a DistributedDataParallel")
+    if every < 1:
+        raise ValueError(f"every is {every}, expected a number of steps, at least 1")
+    if getattr(model, "mixed_precision", None) is not None:
+        raise NotImplementedError("mixed_precision of the wrapper changes its parameters in forward: use autocast")
+    if (refuse := getattr(model, "refuse_parts", None)) is not None:
+        refuse("check_compute()")
+    for name, param in model.module.named_parameters():
+        if hasattr(param, "main_grad"):
+            raise NotImplementedError(f"parameter {name!r} has a main_grad, which a repetition would add to")
+    return ComputeCheck(model, every)
+
+
+class ComputeCheck:
+    """Is what `check_compute` returns.
+
+    Attributes:
+        checks: Comparisons made so far.
+    """
+
+    def __init__(self, model: DistributedDataParallel, every: int) -> None:
+        self._model, self._every = model, every
+        self._params = trained_parameters(model.module)
+        ranks = dist.get_process_group_ranks(model.process_group)
+        self._group = dist.new_group(ranks, backend="gloo")  # NCCL's would need device memory for what is sent
+        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._step = self._num_forwards = self._missed = self.checks = 0
+        self._due = 0  # the step of the next check
+        self._has_equal_states: bool | None = None  # None until there are states
+        self._is_wanted = False
+        self._pass: RecordedStep | None = None
+        self._of_params: list[Any] = []  # handles of hooks
+        self._handles = [
+            model.register_forward_pre_hook(_WeakHook(self, "_begin")),
+            model.module.register_forward_pre_hook(_WeakHook(self, "_record"), with_kwargs=True),
+            model.register_forward_hook(_WeakHook(self, "_end")),
+            register_optimizer_step_pre_hook(_WeakHook(self, "_stepped")),
+        ]
+        model.__dict__["_compute_check"] = self  # lives as long as the model does
+        kinds = gather_objects(_kind(self._params[0][1].device), self._group)
+        if other := next((kind for kind in kinds if kind != kinds[0]), None):
+            self._give_up(f"ranks have different kinds of processors or threads: {kinds[0]} and {other}")
+
+    def remove(self) -> None:
+        """Ends the check on this rank. All ranks must call it at the same step."""
+        for handle in (*self._handles, *self._of_params):
+            handle.remove()
+        self._handles, self._of_params, self._pass = [], [], None
+        self._model.__dict__.pop("_compute_check", None)
+
+    def __reduce__(self) -> Any:
+        return _no_check, ()  # copies and files of the model have none
+
+    def _give_up(self, reason: str) -> None:
+        self._due = sys.maxsize  # an optimizer that calls its hooks forbids to remove one
+        self._forget()
+        if self._rank == 0:
+            warnings.warn(f"check_compute: {reason}. This run is not checked.", stacklevel=2)
+
+    def _begin(self, model: DistributedDataParallel, args: Any) -> None:
+        if not (torch.is_grad_enabled() and model.training and model.require_backward_grad_sync):
+            return
+        self._forget()
+        self._num_forwards += 1
+        self._is_wanted = self._step >= self._due and self._num_forwards == 1
+
+    def _record(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Records the pass that has begun, once the wrapper has broadcast rank 0's buffers."""
+        if self._is_wanted:
+            self._is_wanted = False
+            self._pass = before(module, (args, kwargs))
+
+    def _end(self, model: DistributedDataParallel, args: Any, output: Any) -> None:
+        if (seen := self._pass) is None or self._of_params:
+            return
+
+        def note(place: int, grad: torch.Tensor | None) -> None:
+            if grad is not None:  # the wrapper passes None on for a result that the loss does not use
+                seen.output_grads[place] = grad.detach().clone()
+
+        def hash_grad(name: str, grad: torch.Tensor) -> None:
+            seen.hashes[name] = hash_of(grad)
+
+        for place, result in enumerate(results_of(output)):
+            result.register_hook(partial(note, place))
+        self._of_params = [param.register_hook(partial(hash_grad, name)) for name, param in self._params]
+
+    def _forget(self) -> None:
+        for handle in self._of_params:
+            handle.remove()
+        self._of_params, self._pass = [], None
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own = {id(param) for _, param in self._params}
+        if self._model._join_config.enable or not any(
+            id(param) in own for group in optimizer.param_groups for param in group["params"]
+        ):
+            return
+        step, seen, num_forwards = self._step, self._pass, self._num_forwards
+        self._step, self._num_forwards = step + 1, 0
+        if step >= self._due:
+            self._forget()
+            self._compare(
+                step, seen if num_forwards == 1 and seen is not None and seen.output_grads else None, optimizer
+            )
+
+    def _compare(self, step: int, seen: RecordedStep | None, optimizer: torch.optim.Optimizer) -> None:
+        kept = {name: hash_of(param) for name, param in self._params}
+        of_states = self._hashes_of_states(optimizer)
+        why_not = None
+        if seen is not None and self.checks == 0:
+            again, why_not = self._repeated(seen)
+            if why_not is None and again != seen.hashes:
+                why_not = "the model gives other bits when a pass is repeated, as operations have no fixed order"
+        told = gather_objects((seen is not None, why_not, _checksum(kept), _checksum(of_states)), self._group)
+        if reason := next((reason for _, reason, *_ in told if reason), None):
+            return self._give_up(reason)
+        if not all(has_pass for has_pass, *_ in told):
+            self._missed += 1
+            if self._missed == _MOST_MISSED:
+                self._give_up(f"{_MOST_MISSED} steps made no forward pass through the wrapper, or several")
+            return None
+        assert seen is not None
+        self._missed, self._due = 0, step + self._every
+        self._compare_kept([one[2] for one in told], kept, step)
+        if self._has_equal_states is None and of_states:
+            self._has_equal_states = len({one[3] for one in told}) == 1
+        if self._has_equal_states:
+            self._compare_kept([one[3] for one in told], of_states, step)
+        suspect, witness, judge = ((self.checks + place) % self._size for place in range(3))
+        self.checks += 1
+        if self._size == 1:
+            return None
+        told_pass = self._sent(seen, suspect, witness)
+        found, why_not = self._repeated(told_pass) if self._rank == witness else ({}, None)
+        parameter = None if why_not else _first_difference(told_pass.hashes, found)
+        parameter, why_not = gather_objects((parameter, why_not), self._group)[witness]
+        if why_not:
+            return self._give_up(why_not)
+        if parameter is not None:
+            self._accuse(self._sent(seen, suspect), found, (suspect, witness, judge), step, parameter)
+        return None
+
+    def _repeated(self, seen: RecordedStep) -> tuple[dict[str, int], str | None]:
+        """Returns the hashes of a repetition, or why there are none: every rank must hear of an error."""
+        try:
+            return repeat(self._model.module, self._params, seen), None
+        except Exception as error:
+            return {}, f"a pass of {type(self._model.module).__name__} cannot be repeated: {error}"
+
+    def _hashes_of_states(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """Hashes the optimizer's states. Sharded ones differ between ranks from the first step on, and do not count."""
+        return {
+            f"{name} ({key} of its state)": hash_of(value)
+            for name, param in self._params
+            for key, value in (optimizer.state.get(param) or {}).items()
+            if isinstance(value, torch.Tensor) and not hasattr(value, "to_local")
+        }
+
+    def _compare_kept(self, checksums: list[str], own: dict[str, int], step: int) -> None:
+        counts = Counter(checksums)
+        if len(counts) == 1:
+            return
+        (usual, most), *others = counts.most_common()
+        is_clear = most > sum(count for _, count in others)
+        ranks = [rank for rank, one in enumerate(checksums) if one != usual or not is_clear]
+        hashes = gather_objects(own, self._group)
+        usual_hashes = hashes[checksums.index(usual)]
+        name = next(str(_first_difference(usual_hashes, one)) for one in hashes if one != usual_hashes)
+        raise ComputeError(
+            f"ranks have different values before step {step}, beginning with {name!r}: {self._described(ranks)}. An "
+            "optimizer step, a reduction or memory went wrong there since the last check",
+            ranks,
+            step,
+            name,
+        )
+
+    def _accuse(
+        self, sent: RecordedStep, found: dict[str, int], places: tuple[int, int, int], step: int, parameter: str
+    ) -> None:
+        """Raises ComputeError on every rank, once a third rank or repetitions have decided."""
+        suspect, witness, judge = places
+        again = self._repeated(sent)[0] if self._rank in places else {}
+        told = gather_objects((found, again), self._group)
+        first = {suspect: sent.hashes, witness: told[witness][0]}
+        if self._size > 2:
+            ranks = [rank for rank, hashes in first.items() if told[judge][1] != hashes]
+        else:
+            ranks = [rank for rank, hashes in first.items() if told[rank][1] != hashes]
+        ranks = ranks if len(ranks) == 1 else sorted(first)
+        gives = "the same" if told[ranks[0]][1] == first[ranks[0]] else "others"
+        raise ComputeError(
+            f"gradients of one pass differ between ranks in step {step}, beginning with {parameter!r}: "
+            f"{self._described(ranks)} {'computes' if len(ranks) == 1 else 'compute'} other bits, and a repetition "
+            f"there gives {gives}",
+            ranks,
+            step,
+            parameter,
+        )
+
+    def _described(self, ranks: Sequence[int]) -> str:
+        places = gather_objects(f"{socket.gethostname()}, {self._params[0][1].device}", self._group)
+        return " or ".join(f"rank {rank} ({places[rank]})" for rank in ranks)
+
+    def _sent(self, seen: RecordedStep, source: int, to: int | None = None) -> RecordedStep:
+        """Returns the source's pass, on the rank that it is sent to, or on every rank; elsewhere this rank's own."""
+        file = io.BytesIO()
+        if self._rank == source:
+            torch.save(seen, file)
+        size = gather_objects(file.tell(), self._group)[source]
+        is_receiver = self._rank != source and to in (None, self._rank)
+        memory = file.getbuffer() if self._rank == source else bytearray(size)
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        if to is None:
+            dist.broadcast(data, dist.get_global_rank(self._group, source), group=self._group)
+        elif self._rank == source:
+            dist.send(data, dist.get_global_rank(self._group, to), self._group)
+        elif is_receiver:
+            dist.recv(data, dist.get_global_rank(self._group, source), self._group)
+        if not is_receiver:
+            return seen
+        found: RecordedStep = torch.load(io.BytesIO(memory), map_location="cpu", weights_only=False)
+        return found
+
+
+class _WeakHook:
+    """Calls a method of a check while there is one. Copies of a model have none."""
+
+    def __init__(self, check: ComputeCheck | None, method: str) -> None:
+        self._check, self._method = None if check is None else weakref.ref(check), method
+
+    def __call__(self, *args: Any) -> None:
+        if self._check is not None and (check := self._check()) is not None:
+            getattr(check, self._method)(*args)
+
+    def __reduce__(self) -> Any:
+        return _WeakHook, (None, self._method)
+
+
+def _checksum(hashes: dict[str, int]) -> str:
+    return hashlib.sha256(repr(hashes).encode()).hexdigest()
+
+
+def _first_difference(ones: dict[str, int], others: dict[str, int]) -> str | None:
+    return next((name for name in {**ones, **others} if ones.get(name) != others.get(name)), None)
+
+
+def _no_check() -> None:
+    return None
+
+
+def _kind(device: torch.device) -> tuple[str, ...]:
+    if device.type == "cuda":
+        return (torch.cuda.get_device_name(device),)
+    cpus = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    return next(cpus, platform.machine()).split(":")[-1].strip(), f"{torch.get_num_threads()} threads"

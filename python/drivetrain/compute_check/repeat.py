@@ -1,0 +1,135 @@
+"""Records one forward and backward pass of a rank, and repeats it with the same bits, on that rank or on another."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .. import _C
+from ..budget.retry import ModelSnapshot, drop_gradients
+
+
+@dataclass
+class RecordedStep:
+    """All that a pass depends on besides the parameters, and the hashes of its gradients.
+
+    Args:
+        inputs: Positional and named arguments of the forward pass.
+        buffers: The model's buffers before it.
+        random_states: States of Python, NumPy, torch and the current CUDA device.
+        autocast: If autocast is on, and its dtype, by type of device.
+        output_grads: The gradient of each result that takes part in the loss, by its place.
+        hashes: The hash of each parameter's gradient on this rank, by name.
+    """
+
+    inputs: tuple[Any, Any]
+    buffers: dict[str, Tensor]
+    random_states: tuple[Any, ...]
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    output_grads: dict[int, Tensor] = field(default_factory=dict)
+    hashes: dict[str, int] = field(default_factory=dict)
+
+
+def before(model: nn.Module, inputs: tuple[Any, Any]) -> RecordedStep:
+    """Returns the pass that begins with these inputs. It has copies, because a model may write what it is given."""
+    kinds = {"cpu", *(param.device.type for param in model.parameters())}
+    return RecordedStep(
+        tree_map_only(Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), inputs),
+        {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+        _random_states(),
+        {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
+    )
+
+
+def results_of(output: Any) -> list[Tensor]:
+    """Returns the tensors of a model's result that lead to its parameters."""
+    return [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+
+
+def hash_of(tensor: Tensor) -> int:
+    """Hashes values. All nan are one value, because their bits depend on the alignment of memory."""
+    values = (tensor.coalesce().values() if tensor.is_sparse else tensor).detach().contiguous()
+    is_nan = values.isnan()
+    return _C.hash_tensor(values.masked_fill(is_nan, math.nan) if is_nan.any() else values)
+
+
+def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: RecordedStep) -> dict[str, int]:
+    """Returns the hashes of the gradients of a pass, which it computes again with this rank's parameters.
+
+    Gradients, buffers and random states of this rank are as before afterwards.
+
+    Raises:
+        RuntimeError: A parameter of the pass gets no gradient from autograd.grad().
+    """
+    device = params[0][1].device
+
+    def here(value: Any) -> Any:
+        return tree_map_only(
+            Tensor, lambda given: given.detach().clone().to(device).requires_grad_(given.requires_grad), value
+        )
+
+    with _as_before(model), torch.enable_grad():
+        buffers = dict(model.named_buffers())
+        for name, values in seen.buffers.items():
+            buffers[name].detach().copy_(values)
+        _set_random_states(seen.random_states)
+        args, kwargs = here(seen.inputs)
+        with _autocast(seen.autocast):
+            results = results_of(model(*args, **kwargs))
+        grads = torch.autograd.grad(
+            [results[place] for place in seen.output_grads],
+            [param for _, param in params],
+            [grad.to(device) for grad in seen.output_grads.values()],
+            allow_unused=True,
+        )
+    found = {name: hash_of(grad) for (name, _), grad in zip(params, grads, strict=True) if grad is not None}
+    if missing := sorted(seen.hashes.keys() - found.keys()):
+        raise RuntimeError(f"{missing[0]!r} has no gradient then, as with checkpointing under use_reentrant=True")
+    return found
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    snapshot, states = ModelSnapshot(model), _random_states()
+    drop_gradients(model)  # what runs backward inside of backward adds to them
+    try:
+        yield
+    finally:
+        snapshot.restore_values()
+        _set_random_states(states)
+
+
+@contextmanager
+def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
+    kind, *others = states
+    with torch.autocast(kind, dtype=states[kind][1], enabled=states[kind][0]):
+        if others:
+            with _autocast({other: states[other] for other in others}):
+                yield
+        else:
+            yield
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return random.getstate(), of_numpy, torch.get_rng_state(), of_cuda
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if states[3] is not None:
+        torch.cuda.set_rng_state(states[3])

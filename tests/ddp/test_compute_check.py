@@ -1,0 +1,325 @@
+"""Tests that `check_compute` names the rank that computes wrongly, and says nothing of healthy runs."""
+
+import copy
+import io
+import random
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import DistributedDataParallel, check_compute, optim
+from drivetrain.compute_check import ComputeError
+from effort import SEED, rounds
+from ranks import run_on
+
+
+def flip(values: Tensor, bit: int = 20) -> None:
+    """Flips a bit of the largest float32, as a defective processor or memory does. By default it is of the fraction."""
+    bits = values.view(-1).view(torch.int32)
+    bits[int(values.view(-1).abs().argmax())] ^= 1 << bit
+
+
+class Net(nn.Module):
+    """Has what a repetition must restore: buffers that ranks change and share, random numbers, and an unused result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("scale", torch.ones(8))  # each rank has its own after a pass, and rank 0's in the next
+        self.fault: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        hidden = torch.tanh(self.spectral(self.norm(self.first(x)))) * scale * self.scale.clone()
+        self.scale.copy_(0.9 + 0.1 * hidden.detach().square().mean(0))
+        if self.fault is not None:
+            hidden = self.fault(hidden)
+        hidden = nn.functional.dropout(hidden, 0.2, self.training)
+        return {"out": [self.last(hidden)], "unused": hidden.sum(), "text": "a text"}
+
+
+def train(
+    net: Net,
+    steps: int,
+    before: Callable[[int], None] = lambda step: None,
+    kind: Any = DistributedDataParallel,
+    every: int = 1,
+) -> tuple[Any, Any]:
+    model = kind(net)
+    check = check_compute(model, every=every)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(7 + dist.get_rank())
+    for step in range(steps):
+        before(step)
+        loss = model(torch.randn(5, 6), scale=0.5)["out"][0].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return check, model
+
+
+def activation(net: Net) -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            x = x.clone()
+            flip(x)
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    net.fault = Wrong.apply
+
+
+def backward(net: Net) -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            grad = grad.clone()
+            flip(grad)
+            return grad
+
+    net.fault = Wrong.apply
+
+
+def weight(net: Net) -> None:
+    flip(net.first.weight.data)
+
+
+FAULTS = {"activation": activation, "backward": backward, "weight": weight}
+
+
+@pytest.mark.parametrize("culprit", range(3))
+@pytest.mark.parametrize("fault", FAULTS)
+@run_on(3)
+def test_a_third_rank_names_the_wrong_one(fault: str, culprit: int) -> None:
+    torch.manual_seed(0)
+    net = Net()
+
+    def before(step: int) -> None:
+        if step == 4 and dist.get_rank() == culprit:
+            FAULTS[fault](net)
+
+    with pytest.raises(ComputeError) as caught:
+        train(net, 8, before)
+    assert caught.value.ranks == (culprit,), caught.value
+    assert 4 <= caught.value.step <= 6
+    assert f"rank {culprit} (" in str(caught.value)
+    assert caught.value.parameter.split(" (")[0] in dict(net.named_parameters())
+
+
+@run_on(2)
+def test_of_two_ranks_the_unsteady_one_is_wrong() -> None:
+    for culprit in range(2):
+        torch.manual_seed(0)
+        net = Net()
+        calls = []
+
+        def now_and_then(hidden: Tensor, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            return hidden * (1.0 + 1e-6 * len(calls))
+
+        def before(step: int, net: Net = net, culprit: int = culprit, wrong: Any = now_and_then) -> None:
+            if step == 3 and dist.get_rank() == culprit:
+                net.fault = wrong
+
+        with pytest.raises(ComputeError, match="a repetition there gives others") as caught:
+            train(net, 8, before)
+        assert caught.value.ranks == (culprit,)
+
+
+@run_on(2)
+def test_of_two_ranks_with_steady_results_both_are_named() -> None:
+    torch.manual_seed(0)
+    net = Net()
+
+    def before(step: int) -> None:
+        if step == 3 and dist.get_rank() == 1:
+            activation(net)
+
+    with pytest.raises(ComputeError, match=r"rank 0 \(.*\) or rank 1 \(.*\) compute other bits") as caught:
+        train(net, 8, before)
+    assert caught.value.ranks == (0, 1)
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, TorchDDP])
+@run_on(2)
+def test_a_healthy_run_keeps_its_bits(kind: Any) -> None:
+    results = []
+    for every in (1, 3, 1000):
+        torch.manual_seed(0)
+        check, model = train(Net(), 9, kind=kind, every=every)
+        assert check.checks == -(-9 // every)
+        results.append([*model.parameters(), *model.buffers(), torch.get_rng_state()])
+    for one, *others in zip(*results, strict=True):
+        assert all(torch.equal(one, other) for other in others)
+
+
+@run_on(2)
+def test_copies_have_no_check() -> None:
+    model = DistributedDataParallel(nn.Linear(6, 3))
+    check_compute(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for one in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        one(torch.randn(5, 6)).sum().backward()
+        assert one.__dict__["_compute_check"] is None
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, scale: float) -> dict[str, Any]:
+        return {"out": [checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)]}
+
+
+@run_on(2)
+def test_what_cannot_be_checked_is_said_once() -> None:
+    torch.manual_seed(0)
+    drifting, calls = Net(), []
+    drifting.fault = lambda hidden: calls.append(1) or hidden * (1.0 + 1e-6 * len(calls))  # type: ignore[func-returns-value]
+    cases = {"no fixed order": drifting, "a pass of Reentrant cannot be repeated": Reentrant()}
+    for reason, net in cases.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check, _ = train(net, 12)  # type: ignore[arg-type]
+        said = [str(one.message) for one in caught if "check_compute" in str(one.message)]
+        assert len(said) == (dist.get_rank() == 0), said
+        assert all(re.search(reason, text) for text in said), said
+        assert check.checks == 0
+
+
+@run_on(2)
+def test_steps_of_several_passes_are_left_out() -> None:
+    model = DistributedDataParallel(Net())
+    check = check_compute(model, every=2)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(torch.randn(5, 6))["out"][0].sum().backward()
+        outputs = [model(torch.randn(5, 6))["out"][0].sum() for _ in range(2 if step in (0, 2) else 1)]
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(5, 6))
+        model.train()
+        sum(outputs, torch.zeros(())).backward()
+        optimizer.step()
+    assert check.checks == 3  # in steps 1, 3 and 5
+    check.remove()
+    assert not model._forward_pre_hooks
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="model is a Linear, expected a DistributedDataParallel"):
+        check_compute(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every is 0, expected a number of steps, at least 1"):
+        check_compute(TorchDDP.__new__(TorchDDP), every=0)
+
+
+# ---- Drawn faults and healthy models: WHOLE=1 has a thousand faults and ten thousand steps.
+
+
+@pytest.mark.parametrize("part", range(rounds(1, 20)))
+@run_on(3)
+def test_drawn_faults_are_found(part: int) -> None:
+    draw = random.Random(SEED + part)
+    for _ in range(rounds(6, 50)):
+        kind, culprit, at, bit = (
+            draw.choice(["weight", "state", "gradient", "activation", "backward"]),
+            draw.randrange(3),
+            draw.randrange(1, 5),
+            draw.randrange(20, 27),  # larger exponents end in nan on all ranks
+        )
+        target = draw.randrange(8)
+        torch.manual_seed(draw.randrange(1000))
+        net = Net()
+        model = DistributedDataParallel(net)
+        check_compute(model, every=1)
+        optimizer = optim.AdamW(model.parameters(), lr=0.01)
+        found = None
+        for step in range(at + 12):
+            is_now = step == at and dist.get_rank() == culprit
+            params = list(net.parameters())
+            if is_now and kind in ("activation", "backward"):
+                FAULTS[kind](net)
+            loss = model(torch.randn(5, 6))["out"][0].square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if is_now:
+                targets = {
+                    "weight": [param.data for param in params],
+                    "state": [optimizer.state[param]["exp_avg"] for param in params],
+                    "gradient": [param.grad for param in params],
+                }.get(kind)
+                if targets is not None:
+                    flip(targets[target], bit)
+            try:
+                optimizer.step()
+            except ComputeError as error:
+                found = error
+                break
+        assert found is not None, (kind, culprit, at, bit)
+        assert found.ranks == (culprit,), (kind, culprit, at, bit, str(found))
+        assert at <= found.step <= at + 9, (kind, at, str(found))  # dropout may hide the element for some steps
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rnn = nn.Embedding(20, 8, sparse=True), nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rnn(self.table(ids))[0]
+
+
+HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 2)
+        ),
+        lambda: torch.randn(3, 2, 6, 6),
+    ),
+    "sequence": (Sequence, lambda: torch.randint(0, 20, (3, 5))),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True),
+        lambda: torch.randn(3, 5, 8),
+    ),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2)), lambda: torch.randn(4, 6)),
+    "bfloat16": (lambda: nn.Linear(6, 6).bfloat16(), lambda: torch.randn(4, 6).bfloat16()),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@run_on(2)
+def test_healthy_models_raise_no_alarm(name: str) -> None:
+    torch.manual_seed(SEED)
+    make, draw = HEALTHY[name]
+    model = DistributedDataParallel(make())
+    check = check_compute(model, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    steps = rounds(12, 2000)
+    for _ in range(steps):
+        with torch.autocast("cpu", enabled=name == "dropout"):
+            loss = model(draw()).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert check.checks == steps

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
 from drivetrain.cli import main
-from drivetrain.trial import runs
+from drivetrain.trial import runs, script
 from drivetrain.trial.compare import parting
 from drivetrain.trial.record import RunRecord, Step
 from warm_python import warm_environ, warm_python
@@ -175,13 +178,28 @@ def test_a_budget_that_cannot_be_kept_is_a_warning(tried: Callable[..., Tried]) 
         ("raise KeyError('lost')", 2, "makes no optimizer step under torch: "),
         ("import os; os._exit(3)", 2, "train.py under torch ended with status 3. Its last lines:"),
         (script_with("if ours and step == 3: raise KeyError('lost')"), 1, "with --optim fails where torch does not:"),
-        (script_with("if not step: params[0].data += torch.seed() % 97"), 0, "does not repeat to the bit"),
+        (
+            script_with("if not step: params[0].data += torch.seed() % 97"),
+            0,
+            "does not repeat to the bit, because of op",
+        ),
         (script_with("if step == 4: raise OSError(time.time())"), 0, "torch's run stops early: OSError: 1"),
     ],
 )
 def test_scripts_that_cannot_be_compared(script: str, status: int, said: str, tried: Callable[..., Tried]) -> None:
     done = tried(script, "--steps", "6", "--rounds", "1")
     assert (done.status, said in done.said) == (status, True), done.said
+
+
+def test_each_rank_begins_at_a_seed_of_its_own() -> None:
+    def drawn(rank: int) -> tuple[float, float, float]:
+        torch.seed(), random.seed(), np.random.seed()
+        script._seed(rank)
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    with torch.random.fork_rng():
+        assert drawn(0) == drawn(0)
+        assert not set(drawn(0)) & set(drawn(1))
 
 
 def record(*losses: float, norm: float = 1.0) -> RunRecord:

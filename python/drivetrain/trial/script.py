@@ -150,11 +150,12 @@ def _settle() -> None:
         torch.cuda.synchronize()
 
 
-def _seed() -> None:
-    """Seeds what a script may leave unseeded; torch's own generators always begin at the same seed."""
-    random.seed(0)
+def _seed(rank: int) -> None:
+    """Seeds what a script may leave unseeded, by rank. torch itself begins at another seed in each process."""
+    random.seed(rank)
+    torch.manual_seed(rank)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(0)
+        numpy.random.seed(rank)
 
 
 def _use(variant: Variant) -> None:
@@ -217,7 +218,7 @@ def main(task: dict[str, Any]) -> NoReturn:
     seen: dict[str, None] = {}
     if not variant.is_torch:
         _use(variant)
-    _seed()
+    _seed(rank)
     # A compiler is a program, and the script starts none. Uncompiled, both sides run the same operations.
     torch._dynamo.config.disable = True
     multiprocessing.util.get_temp_dir = lambda: task["folder"]  # for sockets of loaders' workers

@@ -122,15 +122,9 @@ def test_a_healthy_script_raises_no_alarm(seed: int, tried: Callable[..., Tried]
 def on_two_ranks(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "drivetrain", "try")
-    return subprocess.run(
-        [warm_python(), *launch, "--rounds", "1", *options, "train.py"],
-        cwd=folder,
-        env={**warm_environ(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [warm_python(), *launch, "--rounds", "1", *options, "train.py"]
+    env = {**warm_environ(), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -192,14 +186,14 @@ def test_scripts_that_cannot_be_compared(script: str, status: int, said: str, tr
 
 
 def test_each_rank_begins_at_a_seed_of_its_own() -> None:
-    def drawn(rank: int) -> tuple[float, float, float]:
-        torch.seed(), random.seed(), np.random.seed()
-        script._seed(rank)
-        return torch.rand(()).item(), random.random(), np.random.rand()
-
+    drawn = []
     with torch.random.fork_rng():
-        assert drawn(0) == drawn(0)
-        assert not set(drawn(0)) & set(drawn(1))
+        for rank in (0, 0, 1):
+            torch.seed(), random.seed(), np.random.seed()
+            script._seed(rank)
+            drawn.append({torch.rand(()).item(), random.random(), np.random.rand()})
+    assert drawn[0] == drawn[1]
+    assert not drawn[1] & drawn[2]
 
 
 def record(*losses: float, norm: float = 1.0) -> RunRecord:

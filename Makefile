@@ -61,7 +61,7 @@ test-native: $(STAMPS)/test-tools ## run the native tests under the sanitizers; 
 test-fake-cuda: ## run the GPU tests on a stand-in for CUDA, without a GPU (an hour per seed; PART=ci SEEDS=1: 10 minutes)
 	PART="$(PART)" SEEDS="$(SEEDS)" tests/fake_cuda/run.sh "$(or $(VIRTUAL_ENV:%=%/bin/python),python3)" $(ARGS)
 
-test-aarch64: $(STAMPS)/test-tools ## build for aarch64 and run a part of the suite under qemu; needs Debian packages, which it names (time not measured yet)
+test-aarch64: $(STAMPS)/test-tools ## build for aarch64 and run a part of the suite under qemu; needs Debian packages, which it names (an hour)
 	PYTHONPATH=tests $(PYTHON) -m aarch64 --torch "$(TORCH)" $(ARGS)
 
 launches: ## print what each row of the GPU benchmarks launches on the stand-in, and compare it with launches.md (2 minutes)

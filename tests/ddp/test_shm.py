@@ -437,6 +437,11 @@ def full_memory() -> str:
     return comm.why_not
 
 
+# It passes no filter of system calls to the kernel, and its own memory is within no limit of a program's.
+real_kernel = pytest.mark.skipif("QEMU_CPU" in os.environ, reason="qemu emulates limits and filters of system calls")
+
+
+@real_kernel
 def test_falls_back_where_memory_is_limited(on_ranks: OnRanks) -> None:
     reasons = on_ranks(full_memory)
     assert reasons[0] == reasons[1]
@@ -481,10 +486,12 @@ def in_a_sandbox(system_call: int, code: int) -> tuple[str, str]:
 PIDFD_OPEN, MEMFD_CREATE = 434, 279 if platform.machine() == "aarch64" else 319  # system calls
 
 
+@real_kernel
 def test_shares_memory_without_pidfd_open(on_ranks: OnRanks) -> None:
     assert on_ranks(in_a_sandbox, PIDFD_OPEN, errno.ENOSYS) == [("shm", "")] * 2
 
 
+@real_kernel
 def test_falls_back_without_memfd_create(on_ranks: OnRanks) -> None:
     (first, warned), second = on_ranks(in_a_sandbox, MEMFD_CREATE, errno.EPERM)
     assert (first, second) == ("torch", ("torch", ""))

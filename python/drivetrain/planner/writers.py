@@ -44,8 +44,7 @@ _NATIVE_WRITERS = (
 )
 # Functions that read; NumPy's keep a built-in open.
 _READERS = (
-    ("numpy", "loadtxt", 0, "fname"),
-    ("numpy", "genfromtxt", 0, "fname"),
+    *(("numpy", name, 0, "fname") for name in ("loadtxt", "genfromtxt")),
     ("torch", "load", 0, "f"),
     ("pyarrow", "input_stream", 0, "source"),
     ("pyarrow.parquet", "read_table", 0, "source"),

@@ -18,19 +18,12 @@ _WARM_UP = 0.2  # share of the steps that do not count in times
 
 @dataclass(frozen=True)
 class Parting:
-    """The first step at which a run differs from another by more than rounding makes of itself.
+    """The first step at which a run differs from another by more than rounding makes of itself."""
 
-    Args:
-        step: Its number, from 1.
-        what: Names the tensor that is furthest, such as "gradient of 0.weight", or "loss".
-        distance: Its relative distance.
-        usual: The largest distance that rounding alone makes at this step.
-    """
-
-    step: int
-    what: str
-    distance: float
-    usual: float
+    step: int  # its number, from 1
+    what: str  # the tensor that is furthest, such as "gradient of 0.weight", or "loss"
+    distance: float  # relative
+    usual: float  # the largest distance that rounding alone makes at this step
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.what}: {self.distance:.1e} from torch's, where rounding makes {self.usual:.1e}"

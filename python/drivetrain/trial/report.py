@@ -16,31 +16,19 @@ _FASTER = 0.97  # of torch's time; a smaller difference is called none
 
 @dataclass
 class Tried:
-    """All runs of one variant.
-
-    Args:
-        variant: The variant.
-        checked: Its run with prints of gradients and parameters.
-        timed: Its runs for the times, by round.
-    """
+    """All runs of one variant."""
 
     variant: Variant
-    checked: RunRecord
-    timed: list[RunRecord] = field(default_factory=list)
+    checked: RunRecord  # its run with prints of gradients and parameters
+    timed: list[RunRecord] = field(default_factory=list)  # its runs for the times, by round
 
 
 @dataclass
 class TrialReport:
-    """The runs of torch and of every variant.
-
-    Args:
-        torchs: torch's runs.
-        usual: torch's run again, and with a change as small as rounding.
-        others: The variants' runs.
-    """
+    """The runs of torch and of every variant."""
 
     torchs: Tried
-    usual: Sequence[RunRecord]
+    usual: Sequence[RunRecord]  # torch's run again, and with a change as small as rounding
     others: Sequence[Tried]
     elsewhere: dict[int, str] = field(default_factory=dict)  # by rank: what other ranks say of variants that fail
 

@@ -28,19 +28,12 @@ class TrialError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """Describes what is tried.
+    """Describes what is tried."""
 
-    Args:
-        script: Path of the script.
-        arguments: Its arguments.
-        steps: Optimizer steps of each run.
-        limit_s: Seconds after which a run is ended.
-    """
-
-    script: str
+    script: str  # its path
     arguments: Sequence[str]
-    steps: int
-    limit_s: float
+    steps: int  # optimizer steps of each run
+    limit_s: float  # after which a run is ended
 
 
 class Runs:

@@ -101,7 +101,8 @@ train(after)
 torch.save(best, Path("sub") / "best.pt") if os.path.isdir("sub") else None
 """,
     "native": """
-import pyarrow, tokenizers
+import pyarrow, tokenizers, typeshed_client
+assert typeshed_client.get_search_context()
 Path("table.arrow").write_bytes(b"12")
 assert pyarrow.memory_map("table.arrow") == pyarrow.input_stream("table.arrow") == b"12"
 pyarrow.memory_map("data.bin", "r+")
@@ -140,7 +141,7 @@ finally:
 """,
 }
 
-# Opens files as native code does, which Python sees nothing of. It stands for pyarrow and for tokenizers.
+# Opens files as native code does, which Python sees nothing of. It stands for several libraries.
 NATIVE = """
 import ctypes
 def native(path, mode="r"):
@@ -150,6 +151,8 @@ def native(path, mode="r"):
         libc.pwrite(file, b"9", 1, 0)
     size = libc.read(file, found, 9)
     return found.raw[:size]
+def get_search_context(search_path=None):
+    return search_path
 memory_map, input_stream, read = [lambda *given: native(*given) for _ in range(3)]
 class Tokenizer:
     save = lambda self, path: native(path, "w")
@@ -183,6 +186,7 @@ def test_a_planned_script_changes_nothing(name: str, tmp_path: Path) -> None:
         ("data.bin", "1234"),
         ("pyarrow.py", NATIVE),
         ("tokenizers.py", NATIVE),
+        ("typeshed_client.py", NATIVE),
     ):
         (folder / file).write_text(text)
     (folder / "train.py").write_text(HEAD + WRITERS[name])

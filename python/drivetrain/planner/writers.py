@@ -25,8 +25,7 @@ from .shadow import Shadow, rebind
 _NATIVE_WRITERS = (
     ("torch.jit", "ScriptModule.save", 1, "f"),
     ("torch.autograd.profiler", "profile.export_chrome_trace", 1, "path"),
-    ("torchvision.io", "write_png", 1, "filename"),
-    ("torchvision.io", "write_jpeg", 1, "filename"),
+    *(("torchvision.io", name, 1, "filename") for name in ("write_png", "write_jpeg")),
     ("torchvision.io", "write_file", 0, "filename"),
     ("torchaudio", "save", 0, "uri"),
     ("soundfile", "write", 0, "file"),
@@ -76,6 +75,7 @@ def begin(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) ->
             by_module.setdefault(module, []).append(redirect)
     by_module["safetensors.torch"] = [saver.stand_in_for_safetensors]
     by_module["wandb"] = [_disable_wandb]
+    by_module["typeshed_client"] = [_search_own_path]
     by_module["drivetrain.checkpointing.checkpointer"] = [saver.stand_in_for_checkpointer]
     by_module["numpy"].append(functools.partial(_map_copies, shadow))
     os.environ.update(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
@@ -262,3 +262,9 @@ def _disable_wandb(wandb: Any) -> None:
     """Switches W&B to its own mode that neither writes nor connects."""
     plain = wandb.init
     wandb.init = lambda *args, **kwargs: plain(*args, **{**kwargs, "mode": "disabled"})
+
+
+def _search_own_path(client: Any) -> None:
+    """Lets typeshed_client, by which LightningCLI reads signatures, ask this process and no program for sys.path."""
+    plain = client.get_search_context
+    client.get_search_context = lambda **given: plain(**{"search_path": [Path(each) for each in sys.path], **given})

@@ -112,9 +112,8 @@ class Runs:
         if self._address is None:
             return {}
         self._store.set(f"drivetrain-try/said/{self.rank}", said)
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        every = {rank: self._store.get(f"drivetrain-try/said/{rank}").decode() for rank in others}
-        return {rank: text for rank, text in every.items() if text}
+        every = {rank: self._store.get(f"drivetrain-try/said/{rank}").decode() for rank in range(self.world_size)}
+        return {rank: text for rank, text in every.items() if text and rank != self.rank}
 
     def _port(self, key: str) -> str:
         """Returns the port at which the script's own process group of this run meets."""

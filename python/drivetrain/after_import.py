@@ -40,13 +40,14 @@ class _AfterImports(importlib.abc.MetaPathFinder):
             return None
         functions = self._by_module.pop(fullname)
         spec = importlib.util.find_spec(fullname)
+        self._by_module[fullname] = functions  # whoever asks may only look whether there is such a module
         if spec is None or spec.loader is None:
             return None
         plain = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             plain(module)
-            for function in functions:
+            for function in self._by_module.pop(fullname, ()):
                 function(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

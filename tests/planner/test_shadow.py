@@ -101,6 +101,8 @@ train(after)
 torch.save(best, Path("sub") / "best.pt") if os.path.isdir("sub") else None
 """,
     "native": """
+import importlib.util
+assert importlib.util.find_spec("pyarrow")
 import pyarrow, tokenizers, typeshed_client
 assert typeshed_client.get_search_context()
 Path("table.arrow").write_bytes(b"12")

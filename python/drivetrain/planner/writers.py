@@ -49,7 +49,6 @@ _READERS = (
     ("pyarrow.parquet", "read_table", 0, "source"),
     ("tokenizers", "Tokenizer.from_file", 0, "path"),
 )
-_BY_MODE = ("File", "memory_map")  # these read unless a mode says otherwise
 _CHANGING = os.O_RDWR | os.O_CREAT
 
 
@@ -215,7 +214,7 @@ def _redirect(shadow: Shadow, name: str, position: int, argument: str, reads: bo
         given = args[position] if len(args) > position else kwargs.get(argument)
         if _is_file_name(given):
             mode = kwargs.get("mode", args[position + 1] if len(args) > position + 1 else "r")
-            only_reads = reads or (name in _BY_MODE and mode == "r")
+            only_reads = reads or (name in ("File", "memory_map") and mode == "r")
             place = shadow.read_place(given) if only_reads else shadow.place(given, _CHANGING)
             if len(args) > position:
                 args = (*args[:position], place, *args[position + 1 :])

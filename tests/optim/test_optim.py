@@ -219,6 +219,7 @@ def test_public_names() -> None:
         "Monitor",
         "accumulate",
         "activation_budget",
+        "check_compute",
         "checkpoint",
         "checkpointing",
         "data",

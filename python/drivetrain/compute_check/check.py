@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import operator
 import platform
 import socket
 import sys
@@ -18,8 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from ..ddp.consistency import trained_parameters
 from ..ddp.gather import gather_objects
@@ -40,6 +43,9 @@ class ComputeError(RuntimeError):
     def __init__(self, text: str, ranks: Sequence[int], step: int, parameter: str) -> None:
         super().__init__(text)
         self.ranks, self.step, self.parameter = tuple(ranks), step, parameter
+
+    def __reduce__(self) -> Any:
+        return ComputeError, (str(self), self.ranks, self.step, self.parameter)
 
 
 def check_compute(model: DistributedDataParallel, every: int = 100) -> ComputeCheck:
@@ -69,19 +75,23 @@ def check_compute(model: DistributedDataParallel, every: int = 100) -> ComputeCh
 
     Raises:
         TypeError: `model` is no DistributedDataParallel.
-        ValueError: `every` is below 1.
+        ValueError: `every` is below 1, or not the same on all ranks.
+        RuntimeError: The model has a check already.
         NotImplementedError: The wrapper has `mixed_precision` or `expert_groups`, or a parameter has a `main_grad`.
 
         While it trains, every rank raises ComputeError before the optimizer's step, if a rank computes wrongly.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model is a {type(model).__name__}, expected a DistributedDataParallel")
+    every = operator.index(every)
     if every < 1:
         raise ValueError(f"every is {every}, expected a number of steps, at least 1")
     if getattr(model, "mixed_precision", None) is not None:
         raise NotImplementedError("mixed_precision of the wrapper changes its parameters in forward: use autocast")
     if (refuse := getattr(model, "refuse_parts", None)) is not None:
         refuse("check_compute()")
+    if model.__dict__.get("_compute_check") is not None:
+        raise RuntimeError("the model has a check already: call its remove() first, on all ranks")
     for name, param in model.module.named_parameters():
         if hasattr(param, "main_grad"):
             raise NotImplementedError(f"parameter {name!r} has a main_grad, which a repetition would add to")
@@ -99,12 +109,14 @@ class ComputeCheck:
         self._model, self._every = model, every
         self._params = trained_parameters(model.module)
         ranks = dist.get_process_group_ranks(model.process_group)
-        self._group = dist.new_group(ranks, backend="gloo")  # NCCL's would need device memory for what is sent
+        # NCCL's would need device memory for what is sent. Ranks of other wrappers take no part.
+        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._step = self._num_forwards = self._missed = self.checks = 0
         self._due = 0  # the step of the next check
         self._has_equal_states: bool | None = None  # None until there are states
         self._is_wanted = False
+        self._stepping: torch.optim.Optimizer | None = None  # whose step runs now, perhaps with others inside of it
         self._pass: RecordedStep | None = None
         self._of_params: list[Any] = []  # handles of hooks
         self._handles = [
@@ -112,9 +124,14 @@ class ComputeCheck:
             model.module.register_forward_pre_hook(_WeakHook(self, "_record"), with_kwargs=True),
             model.register_forward_hook(_WeakHook(self, "_end")),
             register_optimizer_step_pre_hook(_WeakHook(self, "_stepped")),
+            register_optimizer_step_post_hook(_WeakHook(self, "_has_stepped")),
         ]
         model.__dict__["_compute_check"] = self  # lives as long as the model does
-        kinds = gather_objects(_kind(self._params[0][1].device), self._group)
+        told = gather_objects((every, _kind(self._params[0][1].device)), self._group)
+        if len({one for one, _ in told}) > 1:
+            self.remove()
+            raise ValueError(f"every is not the same on all ranks: {[one for one, _ in told]}")
+        kinds = [kind for _, kind in told]
         if other := next((kind for kind in kinds if kind != kinds[0]), None):
             self._give_up(f"ranks have different kinds of processors or threads: {kinds[0]} and {other}")
 
@@ -123,7 +140,8 @@ class ComputeCheck:
         for handle in (*self._handles, *self._of_params):
             handle.remove()
         self._handles, self._of_params, self._pass = [], [], None
-        self._model.__dict__.pop("_compute_check", None)
+        if self._model.__dict__.pop("_compute_check", None) is not None:
+            dist.destroy_process_group(self._group)
 
     def __reduce__(self) -> Any:
         return _no_check, ()  # copies and files of the model have none
@@ -135,7 +153,8 @@ class ComputeCheck:
             warnings.warn(f"check_compute: {reason}. This run is not checked.", stacklevel=2)
 
     def _begin(self, model: DistributedDataParallel, args: Any) -> None:
-        if not (torch.is_grad_enabled() and model.training and model.require_backward_grad_sync):
+        is_trained = torch.is_grad_enabled() and model.training and model.require_backward_grad_sync
+        if not is_trained or self._stepping is not None:  # a closure's passes come after the check
             return
         self._forget()
         self._num_forwards += 1
@@ -147,9 +166,9 @@ class ComputeCheck:
             self._is_wanted = False
             self._pass = before(module, (args, kwargs))
 
-    def _end(self, model: DistributedDataParallel, args: Any, output: Any) -> None:
+    def _end(self, model: DistributedDataParallel, args: Any, output: Any) -> Any:
         if (seen := self._pass) is None or self._of_params:
-            return
+            return None
 
         def note(place: int, grad: torch.Tensor | None) -> None:
             if grad is not None:  # the wrapper passes None on for a result that the loss does not use
@@ -158,28 +177,49 @@ class ComputeCheck:
         def hash_grad(name: str, grad: torch.Tensor) -> None:
             seen.hashes[name] = hash_of(grad)
 
-        for place, result in enumerate(results_of(output)):
-            result.register_hook(partial(note, place))
-        self._of_params = [param.register_hook(partial(hash_grad, name)) for name, param in self._params]
+        self._of_params = [
+            param.register_hook(partial(hash_grad, name)) for name, param in self._params if param.requires_grad
+        ]
+        places = iter(range(len(results_of(output))))
+
+        def outer(result: torch.Tensor) -> torch.Tensor:
+            """Returns a copy, whose gradient has no part that comes through another result, such as the loss."""
+            if not result.requires_grad:
+                return result
+            result = result.clone()
+            result.register_hook(partial(note, next(places)))
+            return result
+
+        return tree_map_only(torch.Tensor, outer, output)
 
     def _forget(self) -> None:
         for handle in self._of_params:
             handle.remove()
         self._of_params, self._pass = [], None
 
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._stepping is optimizer:
+            self._stepping = None
+
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         own = {id(param) for _, param in self._params}
-        if self._model._join_config.enable or not any(
-            id(param) in own for group in optimizer.param_groups for param in group["params"]
+        if (
+            self._stepping is not None  # the inner optimizer of another, which may have no parameters on some ranks
+            or self._model._join_config.enable
+            or not any(id(param) in own for group in optimizer.param_groups for param in group["params"])
         ):
             return
+        self._stepping = optimizer
         step, seen, num_forwards = self._step, self._pass, self._num_forwards
         self._step, self._num_forwards = step + 1, 0
         if step >= self._due:
             self._forget()
-            self._compare(
-                step, seen if num_forwards == 1 and seen is not None and seen.output_grads else None, optimizer
-            )
+            is_whole = num_forwards == 1 and seen is not None and bool(seen.output_grads)
+            try:
+                self._compare(step, seen if is_whole else None, optimizer)
+            except BaseException:
+                self._stepping = None  # the optimizer calls no hook after an error
+                raise
 
     def _compare(self, step: int, seen: RecordedStep | None, optimizer: torch.optim.Optimizer) -> None:
         kept = {name: hash_of(param) for name, param in self._params}
@@ -189,18 +229,22 @@ class ComputeCheck:
             again, why_not = self._repeated(seen)
             if why_not is None and again != seen.hashes:
                 why_not = "the model gives other bits when a pass is repeated, as operations have no fixed order"
-        told = gather_objects((seen is not None, why_not, _checksum(kept), _checksum(of_states)), self._group)
+        own = (seen is not None, why_not, _checksum(kept), _checksum(of_states) if of_states else "")
+        told = gather_objects(own, self._group)
         if reason := next((reason for _, reason, *_ in told if reason), None):
             return self._give_up(reason)
         if not all(has_pass for has_pass, *_ in told):
             self._missed += 1
             if self._missed == _MOST_MISSED:
-                self._give_up(f"{_MOST_MISSED} steps made no forward pass through the wrapper, or several")
+                self._give_up(
+                    f"{_MOST_MISSED} steps had no pass that can be repeated, which takes one call of the wrapper per "
+                    "step, in training, outside of optimizer.step(closure), whose result has tensors"
+                )
             return None
         assert seen is not None
         self._missed, self._due = 0, step + self._every
         self._compare_kept([one[2] for one in told], kept, step)
-        if self._has_equal_states is None and of_states:
+        if self._has_equal_states is None and all(one[3] for one in told):
             self._has_equal_states = len({one[3] for one in told}) == 1
         if self._has_equal_states:
             self._compare_kept([one[3] for one in told], of_states, step)
@@ -208,14 +252,17 @@ class ComputeCheck:
         self.checks += 1
         if self._size == 1:
             return None
-        told_pass = self._sent(seen, suspect, witness)
-        found, why_not = self._repeated(told_pass) if self._rank == witness else ({}, None)
-        parameter = None if why_not else _first_difference(told_pass.hashes, found)
-        parameter, why_not = gather_objects((parameter, why_not), self._group)[witness]
-        if why_not:
-            return self._give_up(why_not)
+        sent, why_not = self._sent(seen, suspect, witness)
+        found, parameter = {}, None
+        if sent is not None:
+            found, why_not = self._repeated(sent)
+            parameter = None if why_not else _first_difference(sent.hashes, found)
+        told_results = gather_objects((parameter, why_not), self._group)
+        parameter = told_results[witness][0]
+        if reason := next((reason for _, reason in told_results if reason), None):
+            return self._give_up(reason)
         if parameter is not None:
-            self._accuse(self._sent(seen, suspect), found, (suspect, witness, judge), step, parameter)
+            self._accuse(seen, found, (suspect, witness, judge), step, parameter)
         return None
 
     def _repeated(self, seen: RecordedStep) -> tuple[dict[str, int], str | None]:
@@ -253,19 +300,23 @@ class ComputeCheck:
         )
 
     def _accuse(
-        self, sent: RecordedStep, found: dict[str, int], places: tuple[int, int, int], step: int, parameter: str
+        self, seen: RecordedStep, found: dict[str, int], places: tuple[int, int, int], step: int, parameter: str
     ) -> None:
         """Raises ComputeError on every rank, once a third rank or repetitions have decided."""
         suspect, witness, judge = places
-        again = self._repeated(sent)[0] if self._rank in places else {}
-        told = gather_objects((found, again), self._group)
-        first = {suspect: sent.hashes, witness: told[witness][0]}
+        received = self._sent(seen, suspect)[0]
+        sent = seen if self._rank == suspect else received
+        again = self._repeated(sent)[0] if self._rank in places and sent is not None else {}
+        told = gather_objects((found, again, seen.hashes), self._group)
+        first = {suspect: told[suspect][2], witness: told[witness][0]}
         if self._size > 2:
             ranks = [rank for rank, hashes in first.items() if told[judge][1] != hashes]
         else:
             ranks = [rank for rank, hashes in first.items() if told[rank][1] != hashes]
         ranks = ranks if len(ranks) == 1 else sorted(first)
-        gives = "the same" if told[ranks[0]][1] == first[ranks[0]] else "others"
+        gives = "the same"
+        if told[ranks[0]][1] != first[ranks[0]]:
+            gives = "others: a fault that came once, or a loss that reaches parameters without the model's forward pass"
         raise ComputeError(
             f"gradients of one pass differ between ranks in step {step}, beginning with {parameter!r}: "
             f"{self._described(ranks)} {'computes' if len(ranks) == 1 else 'compute'} other bits, and a repetition "
@@ -279,12 +330,21 @@ class ComputeCheck:
         places = gather_objects(f"{socket.gethostname()}, {self._params[0][1].device}", self._group)
         return " or ".join(f"rank {rank} ({places[rank]})" for rank in ranks)
 
-    def _sent(self, seen: RecordedStep, source: int, to: int | None = None) -> RecordedStep:
-        """Returns the source's pass, on the rank that it is sent to, or on every rank; elsewhere this rank's own."""
-        file = io.BytesIO()
+    def _sent(self, seen: RecordedStep, source: int, to: int | None = None) -> tuple[RecordedStep | None, str | None]:
+        """Sends the source's pass to a rank, or to all.
+
+        Returns:
+            The pass, or None on ranks that do not receive it; and why it could not be sent or read.
+        """
+        file, why_not = io.BytesIO(), None
         if self._rank == source:
-            torch.save(seen, file)
-        size = gather_objects(file.tell(), self._group)[source]
+            try:
+                torch.save(seen, file)
+            except Exception as error:
+                why_not = f"the inputs of a pass cannot be sent: {error}"
+        size, why_not = gather_objects((file.tell(), why_not), self._group)[source]
+        if why_not is not None:
+            return None, why_not
         is_receiver = self._rank != source and to in (None, self._rank)
         memory = file.getbuffer() if self._rank == source else bytearray(size)
         data = torch.frombuffer(memory, dtype=torch.uint8)
@@ -295,9 +355,11 @@ class ComputeCheck:
         elif is_receiver:
             dist.recv(data, dist.get_global_rank(self._group, source), self._group)
         if not is_receiver:
-            return seen
-        found: RecordedStep = torch.load(io.BytesIO(memory), map_location="cpu", weights_only=False)
-        return found
+            return None, None
+        try:
+            return torch.load(io.BytesIO(memory), map_location="cpu", weights_only=False), None
+        except Exception as error:
+            return None, f"the inputs of a pass cannot be read: {error}"
 
 
 class _WeakHook:
@@ -306,9 +368,11 @@ class _WeakHook:
     def __init__(self, check: ComputeCheck | None, method: str) -> None:
         self._check, self._method = None if check is None else weakref.ref(check), method
 
-    def __call__(self, *args: Any) -> None:
+    @_disable_dynamo  # it gathers objects
+    def __call__(self, *args: Any) -> Any:
         if self._check is not None and (check := self._check()) is not None:
-            getattr(check, self._method)(*args)
+            return getattr(check, self._method)(*args)
+        return None
 
     def __reduce__(self) -> Any:
         return _WeakHook, (None, self._method)

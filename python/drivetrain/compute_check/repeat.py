@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import sys
@@ -12,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import _C
 from ..budget.retry import ModelSnapshot, drop_gradients
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
 
 
 @dataclass
@@ -25,6 +30,7 @@ class RecordedStep:
     Args:
         inputs: Positional and named arguments of the forward pass.
         buffers: The model's buffers before it.
+        attributes: Numbers and texts that its modules keep, before it, by module.
         random_states: States of Python, NumPy, torch and the current CUDA device.
         autocast: If autocast is on, and its dtype, by type of device.
         output_grads: The gradient of each result that takes part in the loss, by its place.
@@ -33,6 +39,7 @@ class RecordedStep:
 
     inputs: tuple[Any, Any]
     buffers: dict[str, Tensor]
+    attributes: dict[str, dict[str, Any]]
     random_states: tuple[Any, ...]
     autocast: dict[str, tuple[bool, torch.dtype]]
     output_grads: dict[int, Tensor] = field(default_factory=dict)
@@ -45,6 +52,10 @@ def before(model: nn.Module, inputs: tuple[Any, Any]) -> RecordedStep:
     return RecordedStep(
         tree_map_only(Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), inputs),
         {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+        {
+            name: {key: value for key, value in vars(module).items() if type(value) in _PLAIN}
+            for name, module in model.named_modules()
+        },
         _random_states(),
         {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
     )
@@ -68,7 +79,7 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
     Gradients, buffers and random states of this rank are as before afterwards.
 
     Raises:
-        RuntimeError: A parameter of the pass gets no gradient from autograd.grad().
+        RuntimeError: The pass has collectives, or one of its parameters gets no gradient from autograd.grad().
     """
     device = params[0][1].device
 
@@ -77,10 +88,13 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
             Tensor, lambda given: given.detach().clone().to(device).requires_grad_(given.requires_grad), value
         )
 
-    with _as_before(model), torch.enable_grad():
+    params = [(name, param) for name, param in params if param.requires_grad]
+    with _as_before(model), torch.enable_grad(), _NoCollectives():
         buffers = dict(model.named_buffers())
         for name, values in seen.buffers.items():
             buffers[name].detach().copy_(values)
+        for name, module in model.named_modules():
+            vars(module).update(seen.attributes[name])
         _set_random_states(seen.random_states)
         args, kwargs = here(seen.inputs)
         with _autocast(seen.autocast):
@@ -97,13 +111,36 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
     return found
 
 
+class _NoCollectives(TorchDispatchMode):
+    """Raises an error in place of a collective, for which the other ranks would have to repeat the pass as well."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"its forward or backward has collectives ({func})")
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
+    """Restores the model's gradients and what its modules keep. Their lists get the elements that they had."""
     snapshot, states = ModelSnapshot(model), _random_states()
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    contents = [
+        (value, copy.copy(value))
+        for _, attributes in kept
+        for name, value in attributes.items()
+        if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE
+    ]
     drop_gradients(model)  # what runs backward inside of backward adds to them
     try:
         yield
     finally:
+        for attributes, before in kept:
+            attributes.clear()
+            attributes.update(before)
+        for value, content in contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
         snapshot.restore_values()
         _set_random_states(states)
 

@@ -195,7 +195,7 @@ def test_what_cannot_be_checked_is_said_once() -> None:
     torch.manual_seed(0)
     drifting, calls = Net(), []
     drifting.fault = lambda hidden: calls.append(1) or hidden * (1.0 + 1e-6 * len(calls))  # type: ignore[func-returns-value]
-    cases = {"no fixed order": drifting, "a pass of Reentrant cannot be repeated": Reentrant()}
+    cases = {"a repetition of a pass gives other bits": drifting, "a pass of Reentrant cannot be repeated": Reentrant()}
     for reason, net in cases.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -225,6 +225,106 @@ def test_steps_of_several_passes_are_left_out() -> None:
     assert check.checks == 3  # in steps 1, 3 and 5
     check.remove()
     assert not model._forward_pre_hooks
+
+
+# ---- Loops and models that a repetition must not mistake for a fault.
+
+
+class Counting(nn.Module):
+    """Does something else in every third pass, and keeps a loss in a list that the loop clears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.calls, self.losses = 0, []
+
+    def forward(self, x: Tensor, note: Any = None) -> dict[str, Tensor]:
+        self.calls += 1
+        logits = self.head(torch.tanh(self.body(x)) * (2.0 if self.calls % 3 == 0 else 1.0))
+        self.losses.append(logits.square().mean())
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+class Gathering(Counting):
+    def forward(self, x: Tensor, note: Any = None) -> dict[str, Tensor]:
+        found = super().forward(x)
+        total = found["logits"].detach().sum()
+        dist.all_reduce(total)
+        return {**found, "total": total}
+
+
+def healthy(net: Counting, step_of: Callable[..., Tensor], every: int = 1, **options: Any) -> tuple[Any, list[str]]:
+    model = DistributedDataParallel(net, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check = check_compute(model, every=every)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in range(12):
+            optimizer.param_groups[0]["lr"] = 0.01 * step
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = step_of(model, step)
+                assert len(net.losses) == 1
+                net.losses.clear()
+                loss.backward()
+                return loss
+
+            if options.get("find_unused_parameters"):
+                net.body.weight.requires_grad_(step < 6)
+            closure() if every == 1 else optimizer.step(closure)
+            if every == 1:
+                model.eval()
+                optimizer.step()
+                model.train()
+    return check, [str(one.message) for one in caught if "check_compute" in str(one.message)]
+
+
+def plain(model: nn.Module, step: int) -> Tensor:
+    found = model(torch.randn(4, 6))
+    loss: Tensor = found["loss"] + found["logits"].abs().mean()
+    return loss
+
+
+def penalized(model: nn.Module, step: int) -> Tensor:
+    found = model(torch.randn(4, 6))["loss"]
+    return found + sum(param.square().sum() for param in model.parameters()) if step % 3 == 2 else found
+
+
+def with_lambda(model: nn.Module, step: int) -> Tensor:
+    loss: Tensor = model(torch.randn(4, 6), note=lambda: None)["loss"]
+    return loss
+
+
+@run_on(3)
+def test_healthy_loops_raise_no_alarm() -> None:
+    for step_of, options in ((plain, {}), (penalized, {}), (plain, {"find_unused_parameters": True})):
+        check, said = healthy(Counting(), step_of, **options)
+        assert not said, said
+        assert check.checks == 12
+
+
+@run_on(2)
+def test_loops_that_cannot_be_checked_train_on() -> None:
+    cases: list[tuple[Counting, Callable[..., Tensor], int, str]] = [
+        (Counting(), plain, 2, "outside of optimizer.step"),  # in a closure
+        (Gathering(), plain, 1, "has collectives"),
+        (Counting(), with_lambda, 1, "cannot be sent"),
+    ]
+    for net, step_of, every, reason in cases:
+        _, said = healthy(net, step_of, every)
+        assert len(said) == (dist.get_rank() == 0), said
+        assert all(reason in text for text in said), said
+
+
+@run_on(2)
+def test_ranks_that_ask_for_different_checks_raise() -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"every is not the same on all ranks: \[1, 2\]"):
+        check_compute(model, every=1 + dist.get_rank())
+    check_compute(model)
+    with pytest.raises(RuntimeError, match="has a check already"):
+        check_compute(model)
 
 
 def test_arguments_are_checked() -> None:

@@ -1,7 +1,12 @@
 """Undoes training steps that were run for a profile, and recognizes steps that ran out of memory."""
 
+import copy
 import gc
-from collections.abc import Callable
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +34,7 @@ def first_line(error: BaseException) -> str:
 
 # The attributes of a module that a plan replaces: the call, and the forward of a compiled region.
 _REPLACED = ("_compiled_call_impl", "forward")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
 _PLAIN = (bool, int, float, str, type(None))  # the types of a module's attributes that planning restores
 
 
@@ -121,6 +127,53 @@ class ModelSnapshot:
                     attributes[name] = found[name]
                 else:
                     attributes.pop(name, None)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restores a model and all random states at the end, but for the calls of its modules, which a plan replaces.
+
+    Besides what `ModelSnapshot` restores, modules get back every attribute, and their lists, dicts and sets get back
+    their elements. Tensors that they keep, and are no parameters or buffers, are not copied.
+    """
+    snapshot, states = ModelSnapshot(model), all_random_states()
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    contents = [
+        (value, copy.copy(value))
+        for _, attributes in kept
+        for name, value in attributes.items()
+        if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE
+    ]
+    try:
+        yield
+    finally:
+        for attributes, before in kept:
+            calls = {name: attributes[name] for name in _REPLACED if name in attributes}
+            attributes.clear()
+            attributes.update(before | calls)
+        for value, content in contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        snapshot.restore_values()
+        set_random_states(states)
+
+
+def all_random_states() -> tuple[Any, ...]:
+    """Returns the random states of Python, NumPy, torch and the current CUDA device."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return random.getstate(), of_numpy, torch.get_rng_state(), of_cuda
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Sets what `all_random_states` returned, here or in another process."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if states[3] is not None:
+        torch.cuda.set_rng_state(states[3])
 
 
 def drop_gradients(model: nn.Module) -> None:

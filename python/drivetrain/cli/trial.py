@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.script).is_file():
         print(f"drivetrain try: there is no file {args.script}", file=sys.stderr)
         return 2
-    if args.budget:
+    if args.budget is not None:
         try:
             bytes_of(args.budget, 1, "--budget")
         except ValueError as error:

@@ -108,9 +108,7 @@ class ComputeCheck:
     def __init__(self, model: DistributedDataParallel, every: int) -> None:
         self._model, self._every = model, every
         self._params = trained_parameters(model.module)
-        ranks = dist.get_process_group_ranks(model.process_group)
-        # NCCL's would need device memory for what is sent. Ranks of other wrappers take no part.
-        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._group = _gloo_group_of(model.process_group)
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._step = self._num_forwards = self._missed = self.checks = 0
         self._due = 0  # the step of the next check
@@ -140,8 +138,7 @@ class ComputeCheck:
         for handle in (*self._handles, *self._of_params):
             handle.remove()
         self._handles, self._of_params, self._pass = [], [], None
-        if self._model.__dict__.pop("_compute_check", None) is not None:
-            dist.destroy_process_group(self._group)
+        self._model.__dict__.pop("_compute_check", None)
 
     def __reduce__(self) -> Any:
         return _no_check, ()  # copies and files of the model have none
@@ -228,21 +225,21 @@ class ComputeCheck:
         if seen is not None and self.checks == 0:
             again, why_not = self._repeated(seen)
             if why_not is None and again != seen.hashes:
-                why_not = "the model gives other bits when a pass is repeated, as operations have no fixed order"
+                why_not = (
+                    "a repetition of a pass gives other bits: operations have no fixed order, or the loss has terms "
+                    "outside of the model's results"
+                )
         own = (seen is not None, why_not, _checksum(kept), _checksum(of_states) if of_states else "")
         told = gather_objects(own, self._group)
         if reason := next((reason for _, reason, *_ in told if reason), None):
             return self._give_up(reason)
         if not all(has_pass for has_pass, *_ in told):
-            self._missed += 1
-            if self._missed == _MOST_MISSED:
-                self._give_up(
-                    f"{_MOST_MISSED} steps had no pass that can be repeated, which takes one call of the wrapper per "
-                    "step, in training, outside of optimizer.step(closure), whose result has tensors"
-                )
-            return None
+            return self._miss(
+                "no pass to repeat, which takes one call of the wrapper per step, in training, outside of "
+                "optimizer.step(closure), whose result has tensors"
+            )
         assert seen is not None
-        self._missed, self._due = 0, step + self._every
+        self._due = step + self._every
         self._compare_kept([one[2] for one in told], kept, step)
         if self._has_equal_states is None and all(one[3] for one in told):
             self._has_equal_states = len({one[3] for one in told}) == 1
@@ -253,7 +250,8 @@ class ComputeCheck:
         if self._size == 1:
             return None
         sent, why_not = self._sent(seen, suspect, witness)
-        found, parameter = {}, None
+        found: dict[str, int] = {}
+        parameter = None
         if sent is not None:
             found, why_not = self._repeated(sent)
             parameter = None if why_not else _first_difference(sent.hashes, found)
@@ -261,9 +259,17 @@ class ComputeCheck:
         parameter = told_results[witness][0]
         if reason := next((reason for _, reason in told_results if reason), None):
             return self._give_up(reason)
-        if parameter is not None:
+        if parameter is None:
+            self._missed = 0
+        else:
             self._accuse(seen, found, (suspect, witness, judge), step, parameter)
         return None
+
+    def _miss(self, reason: str) -> None:
+        """Leaves the check to a later step."""
+        self._missed += 1
+        if self._missed == _MOST_MISSED:
+            self._give_up(f"{_MOST_MISSED} steps had {reason}")
 
     def _repeated(self, seen: RecordedStep) -> tuple[dict[str, int], str | None]:
         """Returns the hashes of a repetition, or why there are none: every rank must hear of an error."""
@@ -302,12 +308,19 @@ class ComputeCheck:
     def _accuse(
         self, seen: RecordedStep, found: dict[str, int], places: tuple[int, int, int], step: int, parameter: str
     ) -> None:
-        """Raises ComputeError on every rank, once a third rank or repetitions have decided."""
+        """Raises ComputeError on every rank, once a third rank or repetitions have decided.
+
+        If no rank's own pass can be repeated, the loss has another way to the parameters, and no rank is wrong.
+        """
         suspect, witness, judge = places
         received = self._sent(seen, suspect)[0]
         sent = seen if self._rank == suspect else received
         again = self._repeated(sent)[0] if self._rank in places and sent is not None else {}
-        told = gather_objects((found, again, seen.hashes), self._group)
+        is_steady = self._repeated(seen)[0] == seen.hashes
+        told = gather_objects((found, again, seen.hashes, is_steady), self._group)
+        if not any(one[3] for one in told):
+            self._miss("a loss that reaches parameters without the model's forward pass, as a penalty on them does")
+            return
         first = {suspect: told[suspect][2], witness: told[witness][0]}
         if self._size > 2:
             ranks = [rank for rank, hashes in first.items() if told[judge][1] != hashes]
@@ -316,7 +329,7 @@ class ComputeCheck:
         ranks = ranks if len(ranks) == 1 else sorted(first)
         gives = "the same"
         if told[ranks[0]][1] != first[ranks[0]]:
-            gives = "others: a fault that came once, or a loss that reaches parameters without the model's forward pass"
+            gives = "others"
         raise ComputeError(
             f"gradients of one pass differ between ranks in step {step}, beginning with {parameter!r}: "
             f"{self._described(ranks)} {'computes' if len(ranks) == 1 else 'compute'} other bits, and a repetition "
@@ -376,6 +389,21 @@ class _WeakHook:
 
     def __reduce__(self) -> Any:
         return _WeakHook, (None, self._method)
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group of the same ranks for tensors on the CPU, which later checks use again.
+
+    NCCL's would need device memory for what is sent. Only the group's own ranks need call this.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    found = _groups.get(ranks)
+    if found is None or found not in dist.distributed_c10d._world.pg_map:  # torch.distributed has begun anew
+        found = _groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return found
 
 
 def _checksum(hashes: dict[str, int]) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import _C
-from ..budget.retry import ModelSnapshot, drop_gradients
+from ..budget.retry import all_random_states, drop_gradients, set_random_states, unchanged
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
 
 
 @dataclass
@@ -56,7 +52,7 @@ def before(model: nn.Module, inputs: tuple[Any, Any]) -> RecordedStep:
             name: {key: value for key, value in vars(module).items() if type(value) in _PLAIN}
             for name, module in model.named_modules()
         },
-        _random_states(),
+        all_random_states(),
         {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
     )
 
@@ -89,13 +85,14 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
         )
 
     params = [(name, param) for name, param in params if param.requires_grad]
-    with _as_before(model), torch.enable_grad(), _NoCollectives():
+    with unchanged(model), torch.enable_grad(), _NoCollectives():  # type: ignore[no-untyped-call]
+        drop_gradients(model)  # what runs backward inside of backward adds to them
         buffers = dict(model.named_buffers())
         for name, values in seen.buffers.items():
             buffers[name].detach().copy_(values)
         for name, module in model.named_modules():
             vars(module).update(seen.attributes[name])
-        _set_random_states(seen.random_states)
+        set_random_states(seen.random_states)
         args, kwargs = here(seen.inputs)
         with _autocast(seen.autocast):
             results = results_of(model(*args, **kwargs))
@@ -121,31 +118,6 @@ class _NoCollectives(TorchDispatchMode):
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Restores the model's gradients and what its modules keep. Their lists get the elements that they had."""
-    snapshot, states = ModelSnapshot(model), _random_states()
-    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
-    contents = [
-        (value, copy.copy(value))
-        for _, attributes in kept
-        for name, value in attributes.items()
-        if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE
-    ]
-    drop_gradients(model)  # what runs backward inside of backward adds to them
-    try:
-        yield
-    finally:
-        for attributes, before in kept:
-            attributes.clear()
-            attributes.update(before)
-        for value, content in contents:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
-        snapshot.restore_values()
-        _set_random_states(states)
-
-
-@contextmanager
 def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
     kind, *others = states
     with torch.autocast(kind, dtype=states[kind][1], enabled=states[kind][0]):
@@ -154,19 +126,3 @@ def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
                 yield
         else:
             yield
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy is not None else None
-    of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return random.getstate(), of_numpy, torch.get_rng_state(), of_cuda
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    if states[3] is not None:
-        torch.cuda.set_rng_state(states[3])

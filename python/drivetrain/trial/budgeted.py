@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..budget import ActivationPlan, activation_budget
+from ..budget.retry import unchanged
 
 _backward = torch.autograd.backward  # not the one that records losses
 
@@ -21,8 +20,8 @@ _backward = torch.autograd.backward  # not the one that records losses
 class BudgetedCalls:
     """Plans each model at its first call that trains it, with the inputs of that call.
 
-    It knows no loss, so the plan covers what the model computes, as `activation_budget` describes. Planning leaves no
-    trace: random states of Python and NumPy are restored as well.
+    It knows no loss, so the plan covers what the model computes, as `activation_budget` describes. Planning leaves
+    the model unchanged, and all random states.
 
     Args:
         budget: As of `activation_budget`.
@@ -71,15 +70,11 @@ class BudgetedCalls:
                 results = [one for one in results if isinstance(one, Tensor) and one.requires_grad]
                 _backward([one.sum() for one in results if one.numel() == 1] or [one.sum() for one in results])
 
-        numpy = sys.modules.get("numpy")
-        states = random.getstate(), numpy.random.get_state() if numpy is not None else None
-        try:
-            self.plans.append(activation_budget(module, step, self._budget))
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            self.failures.append(f"{type(module).__name__} has no budget: {error}")
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])
+        with unchanged(module):
+            try:
+                self.plans.append(activation_budget(module, step, self._budget))
+            except Exception as error:
+                self.failures.append(f"{type(module).__name__} has no budget: {type(error).__name__}: {error}")
 
 
 def _trains(module: nn.Module) -> bool:

@@ -113,6 +113,8 @@ class TrialReport:
         steps = len(theirs.steps)
         if tried.variant.rounds_states:
             same = f"{name} rounds states as asked for"
+        elif tried.variant.budget and not tried.checked.plain_bytes:
+            return f"{name} has changed nothing: no model got a budget, for the reasons above."
         elif not tried.checked.built:
             return f"{name} replaced nothing: the script builds no model or optimizer that drivetrain has"
         else:

@@ -32,6 +32,7 @@ from .record import Print, RunRecord, Step, Variant
 
 _END_S = 120.0  # the longest wait for the other ranks at the end
 _MOST_NOTES = 12
+_PLANNED_STEPS = 2
 
 
 class StepRecorder:
@@ -41,7 +42,7 @@ class StepRecorder:
         num_steps: Calls of optimizers' `step`, after which `Enough` is raised.
         takes_prints: Also takes prints of gradients and parameters, which are not in the times.
         noise: Relative size of a change that is made to each parameter before the first step; 0: none.
-        end_of_planning: Is called before the first step.
+        end_of_planning: Is called once every model has been trained, as two models may have a step each.
     """
 
     def __init__(self, num_steps: int, takes_prints: bool, noise: float, end_of_planning: Callable[[], None]) -> None:
@@ -78,8 +79,9 @@ class StepRecorder:
         _settle()
         self._step.seconds = time.perf_counter() - self._begin
         params = _params_of(optimizer)
-        if not self.record.steps:
+        if len(self.record.steps) == min(_PLANNED_STEPS, self._num_steps - 1):
             self._end_of_planning()
+        if not self.record.steps:
             self._note_dtypes(param.dtype for param in params)
             if self._noise:
                 self._disturb(params)

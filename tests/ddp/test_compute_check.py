@@ -355,7 +355,7 @@ def test_drawn_faults_are_found(part: int) -> None:
         check_compute(model, every=1)
         optimizer = optim.AdamW(model.parameters(), lr=0.01)
         found = None
-        for step in range(at + 12):
+        for step in range(at + 40):
             is_now = step == at and dist.get_rank() == culprit
             params = list(net.parameters())
             if is_now and kind in ("activation", "backward"):
@@ -378,7 +378,8 @@ def test_drawn_faults_are_found(part: int) -> None:
                 break
         assert found is not None, (kind, culprit, at, bit)
         assert found.ranks == (culprit,), (kind, culprit, at, bit, str(found))
-        assert at <= found.step <= at + 9, (kind, at, str(found))  # dropout may hide the element for some steps
+        # Dropout may hide the wrong element for some steps.
+        assert at <= found.step <= at + (39 if kind in FAULTS and kind != "weight" else 3), (kind, at, str(found))
 
 
 class Sequence(nn.Module):

@@ -73,6 +73,9 @@ def build(python: Path, source: Path, release: str, folder: Path, kernels: Path 
         "cmake.define.DRIVETRAIN_KERNELS": str(kernels or "shared"),
         "cmake.define.DRIVETRAIN_CUDA": "on" if architectures else "off",
         "cmake.define.DRIVETRAIN_CUDA_ARCHITECTURES": architectures or "auto",
+        # A build id depends on debug information, which is stripped, and so on the folder of the build.
+        "cmake.define.CMAKE_MODULE_LINKER_FLAGS": "-Wl,--build-id=none",
+        "cmake.define.CMAKE_SHARED_LINKER_FLAGS": "-Wl,--build-id=none",
         "install.strip": "true",
         "build-dir": str(folder / "build"),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import operator
-import platform
 import socket
 import sys
 import warnings
@@ -13,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..ddp.consistency import trained_parameters
 from ..ddp.gather import gather_objects
+from ..ddp.transport import checking_group
+from ..planner.calibrate import processor_name
 from .repeat import RecordedStep, before, hash_of, repeat, results_of
 
 _MOST_MISSED = 8  # steps in a row that cannot be checked
@@ -108,7 +108,8 @@ class ComputeCheck:
     def __init__(self, model: DistributedDataParallel, every: int) -> None:
         self._model, self._every = model, every
         self._params = trained_parameters(model.module)
-        self._group = _gloo_group_of(model.process_group)
+        self._ids = {id(param) for _, param in self._params}
+        self._group = checking_group(model.process_group)  # NCCL's would need device memory for what is sent
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._step = self._num_forwards = self._missed = self.checks = 0
         self._due = 0  # the step of the next check
@@ -199,11 +200,11 @@ class ComputeCheck:
             self._stepping = None
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        own = {id(param) for _, param in self._params}
         if (
-            self._stepping is not None  # the inner optimizer of another, which may have no parameters on some ranks
+            # The inner optimizer of another may have no parameters on some ranks. A step that raised is not running.
+            self._stepping not in (None, optimizer)
             or self._model._join_config.enable
-            or not any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+            or not any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"])
         ):
             return
         self._stepping = optimizer
@@ -212,11 +213,7 @@ class ComputeCheck:
         if step >= self._due:
             self._forget()
             is_whole = num_forwards == 1 and seen is not None and bool(seen.output_grads)
-            try:
-                self._compare(step, seen if is_whole else None, optimizer)
-            except BaseException:
-                self._stepping = None  # the optimizer calls no hook after an error
-                raise
+            self._compare(step, seen if is_whole else None, optimizer)
 
     def _compare(self, step: int, seen: RecordedStep | None, optimizer: torch.optim.Optimizer) -> None:
         kept = {name: hash_of(param) for name, param in self._params}
@@ -391,21 +388,6 @@ class _WeakHook:
         return _WeakHook, (None, self._method)
 
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def _gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the same ranks for tensors on the CPU, which later checks use again.
-
-    NCCL's would need device memory for what is sent. Only the group's own ranks need call this.
-    """
-    ranks = tuple(dist.get_process_group_ranks(group))
-    found = _groups.get(ranks)
-    if found is None or found not in dist.distributed_c10d._world.pg_map:  # torch.distributed has begun anew
-        found = _groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-    return found
-
-
 def _checksum(hashes: dict[str, int]) -> str:
     return hashlib.sha256(repr(hashes).encode()).hexdigest()
 
@@ -421,5 +403,4 @@ def _no_check() -> None:
 def _kind(device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda":
         return (torch.cuda.get_device_name(device),)
-    cpus = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    return next(cpus, platform.machine()).split(":")[-1].strip(), f"{torch.get_num_threads()} threads"
+    return processor_name(), f"{torch.get_num_threads()} threads"

@@ -27,6 +27,7 @@ VARIABLE = "DRIVETRAIN_TRANSPORT"
 # tensors must go in one order.
 _wire_comms: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, _C.Comm]] = WeakKeyDictionary()
 _returning_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_checking_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 _names = itertools.count(1)
 
@@ -327,14 +328,27 @@ def _as_many_groups(count: int) -> Iterator[None]:
 def returning_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a group of the same ranks, in which sums of reduce-scatters go on to further ranks.
 
-    Each process group has one, however many modules are wrapped: a group's connections and threads outlive wrappers.
     Every rank of the group must call it.
     """
-    if group not in _returning_groups:
+    return _twin(group, _returning_groups)
+
+
+def checking_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a gloo group of the same ranks, in which `check_compute` compares them. Every rank must call it."""
+    return _twin(group, _checking_groups)
+
+
+def _twin(group: dist.ProcessGroup, twins: Any) -> dist.ProcessGroup:
+    """Returns the group's one group of that kind, however many modules are wrapped.
+
+    A group's connections and threads outlive wrappers.
+    """
+    if group not in twins:
         made = additional_group(group, list(range(dist.get_world_size(group))))
         assert made is not None  # every rank is a member
-        _returning_groups[group] = made
-    return _returning_groups[group]
+        twins[group] = made
+    found: dist.ProcessGroup = twins[group]
+    return found
 
 
 def _wire_comm(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> _C.Comm:

@@ -46,7 +46,7 @@ class Calibration:
 
 def cache_path() -> Path:
     """Returns the file that keeps measurements of this machine: of its processor, threads, torch and drivetrain."""
-    facts = (_processor(), torch.get_num_threads(), torch.__version__, version("drivetrain"), platform.node())
+    facts = (processor_name(), torch.get_num_threads(), torch.__version__, version("drivetrain"), platform.node())
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "drivetrain" / f"plan-{name}.json"
@@ -161,7 +161,8 @@ def _median(call: Any, runs: int = 15, clock: Callable[[], float] = time.perf_co
     return statistics.median(times)
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Returns the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -2,11 +2,8 @@
 
 import copy
 import gc
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -136,7 +133,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     Besides what `ModelSnapshot` restores, modules get back every attribute, and their lists, dicts and sets get back
     their elements. Tensors that they keep, and are no parameters or buffers, are not copied.
     """
-    snapshot, states = ModelSnapshot(model), all_random_states()
+    from ..checkpointing.state import rng  # imports more than a plan needs
+
+    snapshot, states = ModelSnapshot(model), rng.capture_host()
     kept = [(vars(module), dict(vars(module))) for module in model.modules()]
     contents = [
         (value, copy.copy(value))
@@ -155,25 +154,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
         snapshot.restore_values()
-        set_random_states(states)
-
-
-def all_random_states() -> tuple[Any, ...]:
-    """Returns the random states of Python, NumPy, torch and the current CUDA device."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy is not None else None
-    of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return random.getstate(), of_numpy, torch.get_rng_state(), of_cuda
-
-
-def set_random_states(states: tuple[Any, ...]) -> None:
-    """Sets what `all_random_states` returned, here or in another process."""
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    if states[3] is not None:
-        torch.cuda.set_rng_state(states[3])
+        rng.restore_host(states)
 
 
 def drop_gradients(model: nn.Module) -> None:

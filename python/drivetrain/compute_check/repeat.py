@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import _C
-from ..budget.retry import all_random_states, drop_gradients, set_random_states, unchanged
+from ..budget.retry import drop_gradients, unchanged
+from ..checkpointing.state import rng
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -36,7 +37,7 @@ class RecordedStep:
     inputs: tuple[Any, Any]
     buffers: dict[str, Tensor]
     attributes: dict[str, dict[str, Any]]
-    random_states: tuple[Any, ...]
+    random_states: dict[str, Any]
     autocast: dict[str, tuple[bool, torch.dtype]]
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     hashes: dict[str, int] = field(default_factory=dict)
@@ -52,7 +53,7 @@ def before(model: nn.Module, inputs: tuple[Any, Any]) -> RecordedStep:
             name: {key: value for key, value in vars(module).items() if type(value) in _PLAIN}
             for name, module in model.named_modules()
         },
-        all_random_states(),
+        rng.capture_host() | {"cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None},
         {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
     )
 
@@ -92,7 +93,9 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
             buffers[name].detach().copy_(values)
         for name, module in model.named_modules():
             vars(module).update(seen.attributes[name])
-        set_random_states(seen.random_states)
+        rng.restore_host(seen.random_states)
+        if seen.random_states["cuda"] is not None:
+            torch.cuda.set_rng_state(seen.random_states["cuda"])  # of the current device
         args, kwargs = here(seen.inputs)
         with _autocast(seen.autocast):
             results = results_of(model(*args, **kwargs))

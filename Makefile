@@ -12,7 +12,7 @@ $(error make cannot work with an environment whose path has spaces: "$(ENV)". De
 endif
 # Stamps are kept per checkout and torch, because several checkouts may share an active environment.
 STAMPS := $(ENV)/.drivetrain/$(shell pwd | cksum | cut -d' ' -f1)-$(TORCH)
-SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f)
+SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f -not -name '*.pyc')
 NVCC := $(shell command -v nvcc 2> /dev/null)
 BUILD_TOOLS := "scikit-build-core>=0.10" "pybind11>=3.0" "cmake>=3.25" ninja $(BUILD_EXTRAS)
 

@@ -224,6 +224,17 @@ def test_a_module_with_a_hidden_copy_of_libstdcxx(repository: Path, tmp_path: Pa
         libstdcxx.find_problem(source)
 
 
+def test_a_compiled_python_file_is_no_source(repository: Path, tmp_path: Path) -> None:
+    """Tests compile csrc/base/libstdcxx.py. Two targets of `make` that run in parallel would then both build."""
+    (tmp_path / "csrc/__pycache__").mkdir(parents=True)
+    for name in ("csrc/a.cpp", "csrc/a.py", "csrc/__pycache__/a.cpython-311.pyc"):
+        (tmp_path / name).touch()
+    show = ("--eval", "show: ; @echo $(SOURCES)", "show")
+    command = ["env", "--unset=VIRTUAL_ENV", "make", "--file", repository / "Makefile", *show]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=CONFIGURE_TIMEOUT_S, check=True)
+    assert sorted(run.stdout.split()) == ["CMakeLists.txt", "csrc/a.cpp", "csrc/a.py", "pyproject.toml"]
+
+
 def test_a_torch_of_another_minor_is_refused_at_import() -> None:
     _check_torch("2.13.1+cpu", "2.13.0")
     with pytest.raises(ImportError) as caught:

@@ -229,7 +229,7 @@ def test_a_compiled_python_file_is_no_source(repository: Path, tmp_path: Path) -
     (tmp_path / "csrc/__pycache__").mkdir(parents=True)
     for name in ("csrc/a.cpp", "csrc/a.py", "csrc/__pycache__/a.cpython-311.pyc"):
         (tmp_path / name).touch()
-    show = ("--eval", "show: ; @echo $(SOURCES)", "show")
+    show = ("--no-print-directory", "--eval", "show: ; @echo $(SOURCES)", "show")
     command = ["env", "--unset=VIRTUAL_ENV", "make", "--file", repository / "Makefile", *show]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=CONFIGURE_TIMEOUT_S, check=True)
     assert sorted(run.stdout.split()) == ["CMakeLists.txt", "csrc/a.cpp", "csrc/a.py", "pyproject.toml"]

@@ -82,7 +82,8 @@ def _tried(runs: Runs, args: argparse.Namespace) -> TrialReport:
             [one(torchs, "the same again", prints=True), one(torchs, "with rounding", prints=True, noise=1.0)],
             [Tried(variant, one(variant, "losses and gradients", prints=True)) for variant in variants],
         )
-        report.elsewhere = runs.share(report.failures())
+        said = enumerate(runs.share(report.failures()))
+        report.elsewhere = {rank: text for rank, text in said if text and rank != runs.rank}
         if not report.fails():
             for number in range(1, args.rounds + 1):
                 for tried in (report.torchs, *report.others):

@@ -55,7 +55,8 @@ _CHANGING = os.O_RDWR | os.O_CREAT
 def begin(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) -> None:
     """Lets libraries write where the shadow says, modules that are imported later included, until the process ends.
 
-    `others` has functions to call with other modules, by name, once they are imported.
+    `others` has functions to call with other modules, by name, once they are imported. One for drivetrain's
+    checkpointer takes the place of the stand-in.
     """
     saver = _Saver(shadow)
     FakeTensor.__reduce_ex__ = saver.reduced()  # type: ignore[method-assign]
@@ -75,7 +76,7 @@ def begin(shadow: Shadow, others: Mapping[str, Callable[[ModuleType], None]]) ->
     by_module["safetensors.torch"] = [saver.stand_in_for_safetensors]
     by_module["wandb"] = [_disable_wandb]
     by_module["typeshed_client"] = [_search_own_path]
-    by_module["drivetrain.checkpointing.checkpointer"] = [saver.stand_in_for_checkpointer]
+    by_module.setdefault("drivetrain.checkpointing.checkpointer", [saver.stand_in_for_checkpointer])
     by_module["numpy"].append(functools.partial(_map_copies, shadow))
     os.environ.update(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
     # TensorBoard then writes by Python, also where TensorFlow is installed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 # The norm of a tensor, and its product with random signs. The difference of two products is about the norm of the
 # difference of the tensors, whatever their values are.
@@ -66,7 +67,6 @@ class RunRecord:
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, path: Path) -> RunRecord:
-        found = json.loads(path.read_text())
-        found["steps"] = [Step(**step) for step in found["steps"]]
-        return cls(**found)
+    def of(cls, found: dict[str, Any]) -> RunRecord:
+        """Returns the record that `write` has written as JSON."""
+        return cls(**found | {"steps": [Step(**step) for step in found["steps"]]})

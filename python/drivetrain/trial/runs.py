@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -37,12 +38,16 @@ class Trial:
 
 
 class Runs:
-    """Starts one process after the other for this rank. All ranks must make the same calls of `run`."""
+    """Starts one process after the other for this rank. All ranks must make the same calls.
+
+    Attributes:
+        num_runs: Processes started so far.
+    """
 
     def __init__(self, trial: Trial) -> None:
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._trial = trial
-        self._num_runs = 0
+        self.num_runs = self._num_shared = 0
         self._address: tuple[str, int] | None = None
         if self.world_size > 1:
             self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -64,8 +69,22 @@ class Runs:
         Raises:
             TrialError: There is no record.
         """
-        self._num_runs += 1
-        key = f"drivetrain-try/{self._num_runs}"
+        task = {"variant": asdict(variant), "prints": prints, "noise": noise}
+        return RunRecord.of(self.start("drivetrain.trial.script", task, f" under {variant.name}"))
+
+    def start(self, module: str, task: dict[str, Any], how: str = "") -> dict[str, Any]:
+        """Runs `python -m module` with a task for the script, and returns the record that it writes.
+
+        Args:
+            module: The program.
+            task: Its input as JSON, in addition to what every run gets.
+            how: Completes "train.py" in errors.
+
+        Raises:
+            TrialError: There is no record.
+        """
+        self.num_runs += 1
+        key = f"drivetrain-try/{self.num_runs}"
         trial = self._trial
         with tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as folder:
             record, written = Path(folder) / "record.json", Path(folder) / "written"
@@ -73,14 +92,12 @@ class Runs:
             task = {
                 "script": trial.script,
                 "arguments": list(trial.arguments),
-                "variant": asdict(variant),
                 "steps": trial.steps,
-                "prints": prints,
-                "noise": noise,
                 "record": str(record),
                 "folder": str(written),
                 "store": self._address,
                 "key": key,
+                **task,
             }
             environment = {**os.environ, **_FIXED}
             if self._address is not None:
@@ -88,7 +105,7 @@ class Runs:
             said = Path(folder) / "said"
             with said.open("wb") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "drivetrain.trial.script"],
+                    [sys.executable, "-m", module],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -96,24 +113,26 @@ class Runs:
                 )
                 try:
                     process.communicate(json.dumps(task).encode(), timeout=trial.limit_s)
-                    how = f"ended with status {process.returncode}"
+                    ended = f"ended with status {process.returncode}"
                 except subprocess.TimeoutExpired:
-                    how = f"did not make {trial.steps} optimizer steps in {trial.limit_s:.0f} s (--limit)"
+                    ended = f"did not make {task['steps']} optimizer steps in {trial.limit_s:.0f} s (--limit)"
                 finally:
                     process.kill()
                     process.wait()
             if not record.exists():
                 last = "\n".join(said.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-                raise TrialError(f"{trial.script} under {variant.name} {how}. Its last lines:\n{last}")
-            return RunRecord.read(record)
+                raise TrialError(f"{trial.script}{how} {ended}. Its last lines:\n{last}")
+            found: dict[str, Any] = json.loads(record.read_text())
+            return found
 
-    def share(self, said: str) -> dict[int, str]:
-        """Returns what the other ranks say, by rank, unless they say nothing."""
+    def share(self, said: str) -> list[str]:
+        """Returns what each rank says, by rank. All ranks must call it."""
         if self._address is None:
-            return {}
-        self._store.set(f"drivetrain-try/said/{self.rank}", said)
-        every = {rank: self._store.get(f"drivetrain-try/said/{rank}").decode() for rank in range(self.world_size)}
-        return {rank: text for rank, text in every.items() if text and rank != self.rank}
+            return [said]
+        self._num_shared += 1
+        key = f"drivetrain-try/said/{self._num_shared}"
+        self._store.set(f"{key}/{self.rank}", said)
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
 
     def _port(self, key: str) -> str:
         """Returns the port at which the script's own process group of this run meets."""

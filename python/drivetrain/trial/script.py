@@ -12,9 +12,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -205,47 +206,87 @@ def _without_ours(error: BaseException) -> str:
     return "".join([*traceback.format_list(theirs), *traceback.format_exception_only(error)])
 
 
-def main(task: dict[str, Any]) -> NoReturn:
-    """Runs a script as `task` says, writes the record and ends the process.
+def run_script(
+    task: dict[str, Any],
+    shadow: Shadow,
+    begin: Callable[[], None],
+    others: Mapping[str, Callable[[ModuleType], None]] | None = None,
+) -> tuple[str, list[str]]:
+    """Runs a script until `Enough`, so that it writes nothing. Calls `begin` before its first line.
 
     Args:
-        task: "script", "arguments", "variant", "steps", "prints", "noise", and the files "record" and "folder". Several
-            ranks also need the address "store" of a store, and the "key" of this run in it.
+        task: "script", "arguments" and "folder", which is empty.
+        shadow: Keeps the script from writing.
+        others: Functions to call with modules that the script imports, by name.
+
+    Returns:
+        Why it ended before `Enough`, else "", and the warnings that it gave.
     """
-    variant = Variant(**task["variant"])
-    budgeted = BudgetedCalls(variant.budget)
-    recorder = StepRecorder(task["steps"], task["prints"], task["noise"], budgeted.end)
-    record, shadow = recorder.record, Shadow(task["folder"], "a script under trial")
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     seen: dict[str, None] = {}
-    if not variant.is_torch:
-        _use(variant)
-    _seed(rank)
+    _seed(int(os.environ.get("RANK", "0")))
     # A compiler is a program, and the script starts none. Uncompiled, both sides run the same operations.
     torch._dynamo.config.disable = True
     multiprocessing.util.get_temp_dir = lambda: task["folder"]  # for sockets of loaders' workers
-    before = _network_bytes()
-    monitor = None if task["prints"] else ScriptMonitor([], progress=False)
     try:
         main_module, code = load_script(task["script"])
         sys.modules["__main__"] = main_module
         sys.argv = [task["script"], *task["arguments"]]
         shadow.begin()
-        writers.begin(shadow, {})
+        writers.begin(shadow, others or {})
         warnings.showwarning = lambda message, category, *_: seen.setdefault(f"{category.__name__}: {message}")
+        begin()
+        exec(code, main_module.__dict__)
+        error = "the script ended"
+    except Enough:
+        error = ""
+    except SystemExit as exit:
+        error = f"the script exited with {exit.code!r}"
+    except BaseException as failure:
+        error = _without_ours(failure)
+    return error, list(seen)
+
+
+def leave(task: dict[str, Any], waits: bool) -> NoReturn:
+    """Ends the process of a script, whose own end would write, print and wait.
+
+    Args:
+        task: Several ranks need the address "store" of a store, and the "key" of this run in it.
+        waits: Waits until every rank is here.
+    """
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+    if task["store"] and waits:
+        _end_together(task["store"], task["key"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main(task: dict[str, Any]) -> NoReturn:
+    """Runs a script as `task` says, writes the record and ends the process.
+
+    Args:
+        task: As for `run_script` and `leave`, and "variant", "steps", "prints", "noise" and the file "record".
+    """
+    variant = Variant(**task["variant"])
+    budgeted = BudgetedCalls(variant.budget)
+    recorder = StepRecorder(task["steps"], task["prints"], task["noise"], budgeted.end)
+    record, shadow = recorder.record, Shadow(task["folder"], "a script under trial")
+    before = _network_bytes()
+    if not variant.is_torch:
+        _use(variant)
+    monitor = None if task["prints"] else ScriptMonitor([], progress=False)
+
+    def begin() -> None:
         recorder.begin()
         if variant.budget:
             budgeted.begin()
         if monitor is not None:
             monitor.start()
-        exec(code, main_module.__dict__)
-        record.error = f"the script ended after {len(record.steps)} optimizer steps"
-    except Enough:
-        pass
-    except SystemExit as error:
-        record.error = f"the script exited with {error.code!r} after {len(record.steps)} optimizer steps"
-    except BaseException as error:
-        record.error = _without_ours(error)
+
+    record.error, seen = run_script(task, shadow, begin)
+    if record.error.startswith("the script "):
+        record.error += f" after {len(record.steps)} optimizer steps"
     with shadow.lifted():
         if monitor is not None:
             monitor.finish()
@@ -265,13 +306,7 @@ def main(task: dict[str, Any]) -> NoReturn:
             planned = [f"activation budget of {type(plan._model).__name__}" for plan in budgeted.plans]
             record.built = [*defaults.constructed, *left_to_torch.constructed, *planned]
         record.write(Path(task["record"]))
-        for worker in multiprocessing.active_children():
-            worker.terminate()
-        if task["store"] and not (record.error and len(record.steps) < task["steps"]):
-            _end_together(task["store"], task["key"], rank, world_size)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(0)  # the script's own end would write, print and wait
+        leave(task, waits=not (record.error and len(record.steps) < task["steps"]))
 
 
 if __name__ == "__main__":

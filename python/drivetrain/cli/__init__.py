@@ -14,6 +14,7 @@ from . import arguments
 _COMMANDS = {
     "run": ("drivetrain.cli.run", "run an unedited training script on drivetrain"),
     "try": ("drivetrain.cli.trial", "run a script's first steps under torch and under drivetrain, and compare"),
+    "explain": ("drivetrain.cli.explain", "find the samples that make a script's loss or gradients spike"),
     "bench": ("drivetrain.bench", "measure against torch on this machine"),
     "plan": ("drivetrain.cli.plan", "predict memory, time and cost of a training script"),
     "ckpt": ("drivetrain.cli.ckpt", "list, verify, show, export and clean up checkpoints"),
@@ -25,6 +26,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 2 -m drivetrain run train.py           replace DistributedDataParallel in a script
   torchrun --nproc-per-node 2 -m drivetrain run --optim train.py   and the optimizers
   torchrun --nproc-per-node 2 -m drivetrain try train.py           see on your script if it trains the same, and faster
+  torchrun --nproc-per-node 2 -m drivetrain explain train.py       find the samples behind a spike of the loss
   drivetrain monitor run.jsonl                                     see where the time of a run went
   drivetrain plan train.py --gpu h100 --gpus 8x8                   see if a script fits, and how long a step takes
   drivetrain doctor                                                find out what is wrong with an installation

@@ -90,6 +90,30 @@ def of_try(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
 
 
+def of_explain(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `explain`. All arguments after the script's name belong to the script."""
+    parser.usage = "drivetrain explain [-h] [OPTION]... script.py [ARGUMENT]..."
+    parser.epilog = "The script begins with its newest checkpoint. It writes nothing, and starts no program."
+    parser.add_argument(
+        "--step", type=_count, metavar="N", help="the step that spikes: begin with a checkpoint before it"
+    )
+    parser.add_argument(
+        "--steps", type=_count, default=200, metavar="N", help="optimizer steps to look at (default: 200)"
+    )
+    parser.add_argument(
+        "--factor",
+        type=float,
+        default=10.0,
+        metavar="X",
+        help="deviations from the median that a spike has (default: 10)",
+    )
+    parser.add_argument("--limit", type=_seconds, default=600.0, metavar="S", help="seconds of a run (default: 600)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw losses and norms around it as .svg or .png")
+    parser.add_argument("script", help="path of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
+
+
 def of_bench(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `bench`."""
     parser.description = _BENCH

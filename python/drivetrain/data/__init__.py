@@ -1,8 +1,17 @@
-"""Data loading: a resumable sampler, batches loaded ahead, memory-mapped tokens, and a cache of decoded images."""
+"""Data loading: a resumable sampler, batches loaded ahead, tokens in files, decoded images, and samples left out."""
 
 from .images import CachedImages
+from .leave_out import LeaveOut
 from .prefetch import Prefetcher, prefetch
 from .sampler import ResumableSampler
 from .tokens import TokenShards, write_token_shards
 
-__all__ = ["CachedImages", "Prefetcher", "ResumableSampler", "TokenShards", "prefetch", "write_token_shards"]
+__all__ = [
+    "CachedImages",
+    "LeaveOut",
+    "Prefetcher",
+    "ResumableSampler",
+    "TokenShards",
+    "prefetch",
+    "write_token_shards",
+]

@@ -1,0 +1,1 @@
+"""Finds the samples that make a training's loss or gradients spike, for `drivetrain explain`."""

@@ -1,0 +1,297 @@
+"""Tests `drivetrain explain`: it names the samples that were planted, and no others."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain.cli import main
+from drivetrain.data import LeaveOut
+from drivetrain.spikes.record import Batch, RecordedSteps, SeenStep
+from drivetrain.spikes.search import Explanation, Runs, Sample, explain, fewest, replacements
+from drivetrain.trial import runs
+from effort import IS_WHOLE
+from warm_python import warm_environ, warm_python
+
+NUM_SAMPLES, BATCH, RANKS = 256, 8, 2
+PLANTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], None]] = {
+    "label of another scale": lambda _, targets, index: targets[index].fill_(500.0),
+    "nan in a feature": lambda inputs, _, index: inputs[index].fill_(math.nan),
+    "broken row": lambda inputs, _, index: inputs[index].mul_(-300.0),
+    "infinite label": lambda _, targets, index: targets[index].fill_(math.inf),
+}
+
+
+def training(seed: int, kind: str, planted: Sequence[int], rate: float = 0.01, jump: int = -1) -> Callable[..., Runs]:
+    """Returns a training of two ranks in this process, which `explain` runs. Its rate grows at the step `jump`."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
+    targets = inputs[:, :2].sum(1, keepdim=True) + 0.1 * torch.randn(NUM_SAMPLES, 1, generator=generator)
+    for index in planted:
+        PLANTS[kind](inputs, targets, index)
+    order = torch.randperm(NUM_SAMPLES, generator=generator).tolist()
+    torch.manual_seed(seed)
+    first = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+
+    def run(num_steps: int, replaced: Sequence[Sample]) -> Runs:
+        model = copy.deepcopy(first)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        records = [RecordedSteps() for _ in range(RANKS)]
+        for step in range(min(num_steps, NUM_SAMPLES // (BATCH * RANKS))):
+            optimizer.param_groups[0]["lr"] = rate * (3000.0 if step == jump else 1.0)
+            optimizer.zero_grad()
+            for rank, record in enumerate(records):
+                begin = (step * RANKS + rank) * BATCH
+                indices = order[begin : begin + BATCH]
+                swaps = replacements(replaced, rank).get(f"0:{step}", {})
+                taken = [swaps.get(str(place), index) for place, index in enumerate(indices)]
+                loss = torch.nn.functional.mse_loss(model(inputs[taken]), targets[taken])
+                (loss / RANKS).backward()
+                record.steps.append(SeenStep([float(loss.detach())], rate=rate, batches=[Batch(0, step, indices)]))
+            norm = float(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]))
+            for record in records:
+                record.steps[-1].norm = norm
+            optimizer.step()
+        return records
+
+    run.order = order  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_a_planted_sample_is_named(kind: str) -> None:
+    for seed in range(25 if IS_WHOLE else 6):
+        place = random.Random(seed).randrange(8 * BATCH * RANKS, NUM_SAMPLES)
+        order = training(seed, kind, ()).order  # type: ignore[attr-defined]
+        found = explain(training(seed, kind, [order[place]]), 100, 10.0)
+        assert isinstance(found, Explanation)
+        assert [one.index for one in found.guilty] == [order[place]]
+        assert found.spike.index == found.guilty[0].step == place // (BATCH * RANKS)
+        assert found.guilty[0].rank == place // BATCH % RANKS
+        assert found.num_runs <= 2 + 2 * math.log2(BATCH * RANKS)
+
+
+def test_two_samples_of_one_step_are_named() -> None:
+    order = training(0, "label of another scale", ()).order  # type: ignore[attr-defined]
+    for one, other in ((164, 165), (160, 175), (163, 171)):
+        found = explain(training(0, "label of another scale", [order[one], order[other]]), 100, 10.0)
+        assert isinstance(found, Explanation)
+        assert {sample.index for sample in found.guilty} == {order[one], order[other]}
+
+
+def test_no_sample_is_named_where_none_was_planted() -> None:
+    """The rate of one step is too high, so that the parameters after it are wrong for every sample."""
+    for seed in range(25 if IS_WHOLE else 8):
+        found = explain(training(seed, "label of another scale", (), jump=9), 100, 10.0)
+        assert isinstance(found, Explanation), "the rate makes no spike"
+        assert found.guilty == []
+        assert found.num_tried > BATCH * RANKS
+
+
+def test_a_healthy_training_has_no_spike() -> None:
+    assert not isinstance(explain(training(0, "label of another scale", ()), 100, 10.0), Explanation)
+
+
+@given(st.integers(1, 40), st.data())
+@settings(max_examples=200, deadline=None)
+def test_fewest_finds_each_planted_sample(count: int, data: st.DataObject) -> None:
+    samples = [Sample(0, 0, 0, 0, 0, place, place, 0) for place in range(count)]
+    planted = set(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4)))
+    found = fewest(samples, lambda without: planted <= {one.index for one in without})
+    assert {one.index for one in found} == planted
+    assert len(found) == len(planted)
+
+
+# ---- Scripts.
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain.checkpointing import Checkpointer
+from drivetrain.data import ResumableSampler
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+inputs = torch.randn(128, 8)
+targets = inputs[:, :2].sum(1, keepdim=True)
+targets[{planted}] *= 1000
+data = TensorDataset(inputs, targets)
+data.files = [f"rows/{{index}}.txt" for index in range(len(data))]
+model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(32, 1)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = DataLoader(data, batch_size=4, sampler=ResumableSampler(data), num_workers={workers})
+checkpointer = Checkpointer("run", model=model, optimizer=optimizer, data=loader, every="4 steps", keep=None)
+with checkpointer:
+    for rows, labels in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(rows), labels)
+        loss.backward()
+        optimizer.step()
+        checkpointer.step()
+        if len(sys.argv) > 1 and checkpointer.steps == int(sys.argv[1]):
+            break
+"""
+
+
+def order_of_sampler() -> list[int]:
+    from drivetrain.data import ResumableSampler
+
+    return list(ResumableSampler(128, 1, 0))
+
+
+def files_in(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def in_warm_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes an empty folder the current one. Processes start in milliseconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr(runs, "_FIXED", {})  # a warm interpreter has its seed already
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_script_continues_from_its_checkpoint(
+    workers: int, in_warm_processes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = order_of_sampler()[4 * 13 + 2]  # of step 14
+    Path("train.py").write_text(SCRIPT.format(planted=planted, workers=workers))
+    subprocess.run([warm_python(), "train.py", "18"], env=warm_environ(), check=True, timeout=120)
+    before = files_in(in_warm_processes)
+    assert main(["explain", "train.py"]) == 1
+    assert "Nothing spikes in steps 19 to 32." in capsys.readouterr().out
+    assert main(["explain", "--step", "14", "--json", "found.json", "train.py"]) == 0
+    said = capsys.readouterr().out
+    assert "Step 14 spikes: the " in said
+    assert f"  index {planted} (rows/{planted}.txt): rank 0, step 14, batch 1 of the step, position 2\n" in said
+    assert f"drivetrain.data.LeaveOut(dataset, [{planted}])" in said
+    assert json.loads(Path("found.json").read_text())["first"] == 4
+    Path("found.json").unlink()
+    assert files_in(in_warm_processes) == before
+
+
+def test_a_script_of_two_ranks(tmp_path: Path) -> None:
+    planted = order_of_sampler()[8 * 9 + 2 * 3 + 1]  # of rank 1 in step 10
+    (tmp_path / "train.py").write_text(SCRIPT.format(planted=planted, workers=0))
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "drivetrain", "explain")
+    command = [warm_python(), *launch, "--steps", "12", "train.py"]
+    env = {**warm_environ(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"  index {planted} (rows/{planted}.txt): rank 1, step 10, batch 1 of the step, position 3\n" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_script_that_stops_at_its_spike(in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planted = order_of_sampler()[4 * 9]
+    script = SCRIPT.format(planted=planted, workers=0).replace(
+        "        loss.backward()", "        loss.backward()\n        assert loss < 1000, loss"
+    )
+    Path("train.py").write_text(script.replace("*= 1000", "*= float('nan')"))
+    assert main(["explain", "train.py"]) == 0
+    assert f"  index {planted} (" in capsys.readouterr().out
+
+
+HUGGING_FACE = """
+import torch
+from transformers import Trainer, TrainingArguments
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+    def forward(self, rows, targets):
+        return {{"loss": (self.layer(rows).squeeze(-1) - targets).square().mean()}}
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 8)
+targets = inputs[:, 0].clone()
+targets[{planted}] = 500.0
+data = [{{"rows": row, "targets": target}} for row, target in zip(inputs, targets)]
+arguments = TrainingArguments(
+    "out", use_cpu=True, max_steps=20, per_device_train_batch_size=2, report_to="none", disable_tqdm=True, seed=1
+)
+Trainer(Small(), arguments, train_dataset=data).train()
+"""
+LIGHTNING = """
+import torch
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader, TensorDataset
+
+class Small(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+    def training_step(self, batch, _):
+        return (self.layer(batch[0]).squeeze(-1) - batch[1]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+pl.seed_everything(0)
+inputs = torch.randn(64, 8)
+targets = inputs[:, 0].clone()
+targets[{planted}] = 500.0
+loader = DataLoader(TensorDataset(inputs, targets), batch_size=2, shuffle=True)
+trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+trainer.fit(Small(), loader)
+"""
+
+
+@pytest.mark.parametrize("script", [HUGGING_FACE, LIGHTNING], ids=["hugging_face", "lightning"])
+def test_a_trainer(script: str, in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planted = 55 if script is HUGGING_FACE else 62  # of steps 16 and 11, in the order that the trainers draw
+    Path("train.py").write_text(script.format(planted=planted))
+    assert main(["explain", "--steps", "20", "train.py"]) == 0
+    said = capsys.readouterr().out
+    assert f"It goes without this sample:\n  index {planted}: rank 0, step " in said
+
+
+def test_a_script_that_cannot_be_run(in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "train.py"]) == 2
+    assert "there is no file train.py" in capsys.readouterr().err
+    Path("train.py").write_text("raise RuntimeError('my own')")
+    assert main(["explain", "train.py"]) == 2
+    assert "my own" in capsys.readouterr().err
+
+
+# ---- LeaveOut.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_left_out_samples_never_come(workers: int) -> None:
+    plain = TensorDataset(torch.arange(10))
+    loader = DataLoader(LeaveOut(plain, [2, 3, 9]), batch_size=4, num_workers=workers)
+    taken = [int(one) for (batch,) in loader for one in batch]
+    assert taken == [0, 1, 4, 4, 4, 5, 6, 7, 8, 0]
+    assert LeaveOut(plain, [2])[-8] == plain[3]
+    assert LeaveOut(plain, [2]).tensors is plain.tensors
+
+
+def test_wrong_arguments_of_leave_out() -> None:
+    plain = TensorDataset(torch.arange(4))
+    with pytest.raises(IndexError, match=r"indices has 4, expected 0 to 3 as the dataset has 4 samples"):
+        LeaveOut(plain, [1, 4])
+    with pytest.raises(ValueError, match=r"indices has all 4 samples of the dataset"):
+        LeaveOut(plain, range(4))
+    with pytest.raises(TypeError, match="integer"):
+        LeaveOut(plain, [1.5])  # type: ignore[list-item]

@@ -23,7 +23,7 @@ from drivetrain.spikes.record import Batch, RecordedSteps, SeenStep
 from drivetrain.spikes.search import Explanation, Runs, Sample, explain, fewest, replacements
 from drivetrain.trial import runs
 from effort import IS_WHOLE
-from warm_python import warm_environ, warm_python
+from warm_python import installed_frameworks, warm_environ, warm_python
 
 NUM_SAMPLES, BATCH, RANKS = 256, 8, 2
 PLANTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], None]] = {
@@ -59,7 +59,7 @@ def training(seed: int, kind: str, planted: Sequence[int], rate: float = 0.01, j
                 taken = [swaps.get(str(place), index) for place, index in enumerate(indices)]
                 loss = torch.nn.functional.mse_loss(model(inputs[taken]), targets[taken])
                 (loss / RANKS).backward()
-                record.steps.append(SeenStep([float(loss.detach())], rate=rate, batches=[Batch(0, step, indices)]))
+                record.steps.append(SeenStep([float(loss.detach())], rate=rate, batches=[Batch(0, step, 0, indices)]))
             norm = float(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]))
             for record in records:
                 record.steps[-1].norm = norm
@@ -191,14 +191,15 @@ def test_a_script_continues_from_its_checkpoint(
 
 
 def test_a_script_of_two_ranks(tmp_path: Path) -> None:
-    planted = order_of_sampler()[8 * 9 + 2 * 3 + 1]  # of rank 1 in step 10
-    (tmp_path / "train.py").write_text(SCRIPT.format(planted=planted, workers=0))
+    planted = order_of_sampler()[4 * 9 + 2 * 1 + 1]  # of rank 1 in step 10
+    script = SCRIPT.format(planted=planted, workers=0).replace("batch_size=4", "batch_size=2")
+    (tmp_path / "train.py").write_text(script)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "drivetrain", "explain")
     command = [warm_python(), *launch, "--steps", "12", "train.py"]
     env = {**warm_environ(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"  index {planted} (rows/{planted}.txt): rank 1, step 10, batch 1 of the step, position 3\n" in done.stdout
+    assert f"  index {planted} (rows/{planted}.txt): rank 1, step 10, batch 1 of the step, position 1\n" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -210,6 +211,101 @@ def test_a_script_that_stops_at_its_spike(in_warm_processes: Path, capsys: pytes
     Path("train.py").write_text(script.replace("*= 1000", "*= float('nan')"))
     assert main(["explain", "train.py"]) == 0
     assert f"  index {planted} (" in capsys.readouterr().out
+
+
+LOOP = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+torch.manual_seed(0)
+inputs = torch.randn(128, 8)
+targets = inputs[:, :2].sum(1, keepdim=True)
+targets[77] = 500.0
+data = TensorDataset(inputs, targets)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+def loss_of(rows, labels):
+    return nn.functional.mse_loss(model(rows), labels)
+
+def step(batch):
+    optimizer.zero_grad()
+    loss_of(*batch).backward()
+    optimizer.step()
+
+"""
+LOOPS = {
+    "validates": """
+validated = DataLoader(Subset(data, range(96, 128)), batch_size=16)
+for batch in DataLoader(Subset(data, range(96)), batch_size=4):
+    step(batch)
+    with torch.no_grad():
+        [loss_of(*one) for one in validated]
+""",
+    "accumulates": """
+for number, batch in enumerate(DataLoader(data, batch_size=2)):
+    (loss_of(*batch) / 2).backward()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "has closures": """
+for batch in DataLoader(data, batch_size=4):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(*batch)
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+""",
+    "takes single samples": """
+for number, (row, label) in enumerate(DataLoader(data, batch_size=None)):
+    (loss_of(row[None], label[None]) / 4).backward()
+    if number % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "has another loader": """
+from torchdata.stateful_dataloader import StatefulDataLoader
+for batch in StatefulDataLoader(data, batch_size=4, num_workers=1):
+    step(batch)
+""",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_of_strangers(loop: str, in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text(LOOP + LOOPS[loop])
+    assert main(["explain", "--steps", "22", "train.py"]) == 0
+    assert "It goes without this sample:\n  index 77" in (said := capsys.readouterr().out)
+    assert "Step 20 spikes: " in said
+
+
+def test_a_rate_that_is_too_high(in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hot = """
+for number, batch in enumerate(DataLoader(data, batch_size=4)):
+    optimizer.param_groups[0]["lr"] = 30.0 if number == 14 else 0.01
+    step(batch)
+"""
+    Path("train.py").write_text(LOOP + hot)
+    assert main(["explain", "--steps", "18", "train.py"]) == 1
+    assert "No sample explains it" in (said := capsys.readouterr().out)
+    assert "the last learning rates, 0.01, 0.01, 30, 0.01, and" in said
+
+
+def test_samples_without_an_index(in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = """
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter(zip(inputs, targets))
+for batch in DataLoader(Rows(), batch_size=4):
+    step(batch)
+"""
+    Path("train.py").write_text(LOOP + rows)
+    assert main(["explain", "--steps", "22", "train.py"]) == 1
+    assert "Step 20 spikes: " in (said := capsys.readouterr().out)
+    assert "no DataLoader over a dataset with indices" in said
 
 
 HUGGING_FACE = """
@@ -258,8 +354,11 @@ trainer.fit(Small(), loader)
 
 
 @pytest.mark.parametrize("script", [HUGGING_FACE, LIGHTNING], ids=["hugging_face", "lightning"])
-def test_a_trainer(script: str, in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer(
+    script: str, in_warm_processes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     planted = 55 if script is HUGGING_FACE else 62  # of steps 16 and 11, in the order that the trainers draw
+    monkeypatch.setattr(sys, "executable", warm_python(*installed_frameworks()))
     Path("train.py").write_text(script.format(planted=planted))
     assert main(["explain", "--steps", "20", "train.py"]) == 0
     said = capsys.readouterr().out

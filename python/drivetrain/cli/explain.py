@@ -87,7 +87,8 @@ def described(found: Explanation) -> str:
     elif not found.guilty:
         lines.append(
             f"No sample explains it: it stays with all {found.num_tried} samples of its last steps replaced by earlier "
-            f"ones. Look at the learning rate, which is {found.rate:g} there, and at the parameters before it."
+            f"ones. Look at the last learning rates, {', '.join(f'{rate:g}' for rate in found.rates)}, and "
+            "at the parameters before it."
         )
     else:
         several = len(found.guilty) > 1

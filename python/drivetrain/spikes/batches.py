@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -34,6 +35,7 @@ class TakenBatches:
     def __init__(self, replaced: Mapping[str, Mapping[str, int]]) -> None:
         self._replaced = replaced
         self._num_iterations = 0
+        self._datasets: list[Any] = []
         self._taken: list[Batch] = []
         self.names: dict[str, str] = {}  # of replaced samples, by index
 
@@ -48,7 +50,8 @@ class TakenBatches:
         def take_batch(iterator: Any) -> Any:
             batch = next_batch(iterator)
             if ahead := self._of(iterator).ahead:
-                self._taken.append(ahead.popleft())
+                taken = ahead.popleft()
+                self._taken += [taken] if torch.is_grad_enabled() else []  # no sample of a validation
             return batch
 
         def begin_again(iterator: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,6 +72,13 @@ class TakenBatches:
         found: _Iteration = getattr(iterator, _SEEN)
         return found
 
+    def _number_of(self, dataset: Any) -> int:
+        for number, known in enumerate(self._datasets):
+            if known is dataset:
+                return number
+        self._datasets.append(dataset)
+        return len(self._datasets) - 1
+
     def _asked(self, iterator: Any, asked: Any) -> Any:
         """Notes the indices that the DataLoader is about to load, and returns those that it shall load."""
         iteration = self._of(iterator)
@@ -77,7 +87,7 @@ class TakenBatches:
             indices = [operator.index(one) for one in (asked if is_several else [asked])]
         except TypeError:  # an IterableDataset has none
             indices = []
-        iteration.ahead.append(Batch(iteration.loader, iteration.count, indices))
+        iteration.ahead.append(Batch(iteration.loader, iteration.count, self._number_of(iterator._dataset), indices))
         swaps = self._replaced.get(f"{iteration.loader}:{iteration.count}", {})
         iteration.count += 1
         if not swaps:

@@ -11,6 +11,7 @@ class Batch(NamedTuple):
 
     loader: int  # the iteration over a DataLoader, in the order in which they began
     number: int  # of the batch in that iteration
+    dataset: int  # likewise, of the datasets
     indices: list[int]  # of its samples in the dataset; empty if they have none
 
 

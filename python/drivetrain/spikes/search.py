@@ -103,10 +103,12 @@ def samples_of(ranks: Runs, index: int, num_steps: int) -> list[Sample]:
     first = max(0, index + 1 - num_steps)
     found: list[Sample] = []
     for rank, record in enumerate(ranks):
-        earlier = [batch for step in record.steps[:first] for batch in step.batches if batch.indices][-_DONORS:]
-        donors = [one for batch in reversed(earlier) for one in batch.indices]
+        earlier: dict[int, list[int]] = {}  # samples of the latest batches before, by dataset
+        for batch in [batch for step in record.steps[:first] for batch in step.batches][-_DONORS:]:
+            earlier.setdefault(batch.dataset, []).extend(batch.indices)
         for place, step in enumerate(record.steps[first : index + 1], first):
             for micro_batch, batch in enumerate(step.batches):
+                donors = earlier.get(batch.dataset, [])
                 for position, sample in enumerate(batch.indices):
                     # Without an earlier batch, the neighbor in the dataset must do.
                     donor = donors[len(found) % len(donors)] if donors else sample + 1
@@ -148,7 +150,7 @@ class Explanation:
 
     spike: Spike
     first: int  # the step of the checkpoint at which the records begin
-    rate: float  # learning rate at the spike
+    rates: list[float]  # learning rates of the latest steps and of the spike
     guilty: list[Sample]  # samples without which it goes; empty if it goes without none
     names: dict[str, str]  # what the dataset calls them, by index
     num_tried: int  # samples that were tried
@@ -173,8 +175,8 @@ def explain(run: Callable[[int, Sequence[Sample]], Runs], num_steps: int, factor
     if spike is None:
         return survey
     index = spike.index
-    at_spike = [record.steps[index] for record in survey if len(record.steps) > index]
-    found = Explanation(spike, survey[0].restored, at_spike[0].rate, [], {}, 0, _course(survey), num_runs=1)
+    rates = next([step.rate for step in one.steps[: index + 1]] for one in survey if len(one.steps) > index)
+    found = Explanation(spike, survey[0].restored, rates[-max(_STEPS_BACK) :], [], {}, 0, _course(survey), num_runs=1)
 
     def goes_without(samples: Sequence[Sample]) -> bool:
         again = run(index + 1, samples)

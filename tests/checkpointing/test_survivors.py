@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from survivors_training import EPOCHS, SAMPLES
+from survivors_training import EPOCHS, EXIT_CODE, SAMPLES
 
 from drivetrain.checkpointing import continue_in_place
 from warm_python import warm_python
@@ -24,12 +24,16 @@ def run(
     *,
     kills: Mapping[int, int] | None = None,
     raises: Mapping[int, int] | None = None,
+    errs: Mapping[int, int] | None = None,
     world_size: int = 4,
     min_ranks: int = 1,
 ) -> list[tuple[int, str, str]]:
-    """Runs the program on each rank, of which `kills` die at a step; returns exit codes, outputs and errors."""
+    """Runs the program on each rank, and returns exit codes, outputs and errors.
+
+    At the given steps ranks die, raise an error, or begin to compute wrongly.
+    """
     plan = {"directory": str(folder / "runs"), "world_size": world_size}
-    plan |= {"kills": kills or {}, "raises": raises or {}, "min_ranks": min_ranks}
+    plan |= {"kills": kills or {}, "raises": raises or {}, "errs": errs or {}, "min_ranks": min_ranks}
     (folder / "runs").mkdir()
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [warm_python(), str(PROGRAM), str(folder / "plan.json")]
@@ -72,6 +76,19 @@ def test_the_ranks_that_are_left_continue(tmp_path: Path) -> None:
     assert "3 of 4 ranks continue" in errors
     assert "2 of 3 ranks continue" in errors
     assert not list((tmp_path / "runs").glob(".survivors-*"))
+
+
+def test_the_others_continue_without_a_rank_that_computes_wrongly(tmp_path: Path) -> None:
+    ranks = run(tmp_path, errs={2: 4})
+    assert [code for code, *_ in ranks] == [0, 0, EXIT_CODE, 0], ranks
+    begins = [line for line in told(tmp_path, 3) if "begin" in line]
+    assert [line["world_size"] for line in begins] == [4, 3]
+    assert 3 <= begins[1]["begin"] <= 3 + 4  # each rank repeats passes, and has its own repeated, within four checks
+    errors = ranks[3][2]
+    assert "rank 2 (process " in errors
+    assert "it saw: gradients of one pass differ between ranks in step " in errors
+    weights = [json.loads(output)["weights"] for code, output, _ in ranks if code == 0]
+    assert weights[0] == weights[1] == weights[2]
 
 
 def test_a_rank_raises_an_error_of_its_own_and_too_few_ranks_raise(tmp_path: Path) -> None:

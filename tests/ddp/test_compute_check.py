@@ -52,9 +52,10 @@ def train(
     before: Callable[[int], None] = lambda step: None,
     kind: Any = DistributedDataParallel,
     every: int = 1,
+    on_error: str = "raise",
 ) -> tuple[Any, Any]:
     model = kind(net)
-    check = check_compute(model, every=every)
+    check = check_compute(model, every=every, on_error=on_error)
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(7 + dist.get_rank())
     for step in range(steps):
@@ -120,6 +121,32 @@ def test_a_third_rank_names_the_wrong_one(fault: str, culprit: int) -> None:
     assert 4 <= caught.value.step <= 6
     assert f"rank {culprit} (" in str(caught.value)
     assert caught.value.parameter.split(" (")[0] in dict(net.named_parameters())
+
+
+@run_on(3)
+def test_a_step_with_a_wrong_pass_is_skipped() -> None:
+    """The processor recovers, so that the training goes on."""
+    torch.manual_seed(0)
+    net = Net()
+    seen: dict[int, list[Tensor]] = {}
+
+    def before(step: int) -> None:
+        seen[step] = [param.detach().clone() for param in net.parameters()]
+        if dist.get_rank() == 1:
+            net.fault = None
+            if step == 4:
+                activation(net)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check, _ = train(net, 8, before, on_error="skip")
+    (error,) = check.skipped
+    assert (error.ranks, error.step) == ((1,), 4)
+    said = [str(one.message) for one in caught if "check_compute" in str(one.message)]
+    assert said == ([f"check_compute skips a step: {error}"] if dist.get_rank() == 0 else [])
+    changes = [any(not one.equal(other) for one, other in zip(seen[s], seen[s + 1], strict=True)) for s in range(7)]
+    assert changes == [True, True, True, True, False, True, True]
+    assert check.checks == 8
 
 
 @run_on(2)
@@ -320,7 +347,7 @@ def test_loops_that_cannot_be_checked_train_on() -> None:
 @run_on(2)
 def test_ranks_that_ask_for_different_checks_raise() -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"every is not the same on all ranks: \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"on_error are not the same on all ranks: \[\(1, 'raise'\), \(2, 'raise'\)\]"):
         check_compute(model, every=1 + dist.get_rank())
     check_compute(model)
     with pytest.raises(RuntimeError, match="has a check already"):
@@ -332,6 +359,8 @@ def test_arguments_are_checked() -> None:
         check_compute(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every is 0, expected a number of steps, at least 1"):
         check_compute(TorchDDP.__new__(TorchDDP), every=0)
+    with pytest.raises(ValueError, match="on_error is 'stop', expected 'raise' or 'skip'"):
+        check_compute(TorchDDP.__new__(TorchDDP), on_error="stop")
 
 
 # ---- Drawn faults and healthy models: WHOLE=1 has a thousand faults and ten thousand steps.

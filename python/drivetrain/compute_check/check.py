@@ -48,7 +48,7 @@ class ComputeError(RuntimeError):
         return ComputeError, (str(self), self.ranks, self.step, self.parameter)
 
 
-def check_compute(model: DistributedDataParallel, every: int = 100) -> ComputeCheck:
+def check_compute(model: DistributedDataParallel, every: int = 100, on_error: str = "raise") -> ComputeCheck:
     """Compares the computation of ranks from now on, to find processors and GPUs that compute wrongly.
 
     Processors with a defect give wrong results without an error, at times. In every `every`-th step one rank repeats
@@ -69,13 +69,15 @@ def check_compute(model: DistributedDataParallel, every: int = 100) -> ComputeCh
     Args:
         model: The wrapped model, whose parameters are equal on all ranks.
         every: Optimizer steps from one check to the next, at least 1.
+        on_error: "raise" raises ComputeError. "skip" warns, and drops the gradients of a step in which a pass was
+            wrong, so that the optimizer does nothing. Parameters and states that differ always raise.
 
     Returns:
         The check, which `remove()` ends.
 
     Raises:
         TypeError: `model` is no DistributedDataParallel.
-        ValueError: `every` is below 1, or not the same on all ranks.
+        ValueError: `every` is below 1, `on_error` is another text, or they are not the same on all ranks.
         RuntimeError: The model has a check already.
         NotImplementedError: The wrapper has `mixed_precision` or `expert_groups`, or a parameter has a `main_grad`.
 
@@ -86,6 +88,8 @@ def check_compute(model: DistributedDataParallel, every: int = 100) -> ComputeCh
     every = operator.index(every)
     if every < 1:
         raise ValueError(f"every is {every}, expected a number of steps, at least 1")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error is {on_error!r}, expected 'raise' or 'skip'")
     if getattr(model, "mixed_precision", None) is not None:
         raise NotImplementedError("mixed_precision of the wrapper changes its parameters in forward: use autocast")
     if (refuse := getattr(model, "refuse_parts", None)) is not None:
@@ -95,7 +99,7 @@ def check_compute(model: DistributedDataParallel, every: int = 100) -> ComputeCh
     for name, param in model.module.named_parameters():
         if hasattr(param, "main_grad"):
             raise NotImplementedError(f"parameter {name!r} has a main_grad, which a repetition would add to")
-    return ComputeCheck(model, every)
+    return ComputeCheck(model, every, on_error)
 
 
 class ComputeCheck:
@@ -103,10 +107,12 @@ class ComputeCheck:
 
     Attributes:
         checks: Comparisons made so far.
+        skipped: The errors of the steps that were skipped.
     """
 
-    def __init__(self, model: DistributedDataParallel, every: int) -> None:
-        self._model, self._every = model, every
+    def __init__(self, model: DistributedDataParallel, every: int, on_error: str) -> None:
+        self._model, self._every, self._skips = model, every, on_error == "skip"
+        self.skipped: list[ComputeError] = []
         self._params = trained_parameters(model.module)
         self._ids = {id(param) for _, param in self._params}
         self._group = checking_group(model.process_group)  # NCCL's would need device memory for what is sent
@@ -126,10 +132,10 @@ class ComputeCheck:
             register_optimizer_step_post_hook(_WeakHook(self, "_has_stepped")),
         ]
         model.__dict__["_compute_check"] = self  # lives as long as the model does
-        told = gather_objects((every, _kind(self._params[0][1].device)), self._group)
+        told = gather_objects(((every, on_error), _kind(self._params[0][1].device)), self._group)
         if len({one for one, _ in told}) > 1:
             self.remove()
-            raise ValueError(f"every is not the same on all ranks: {[one for one, _ in told]}")
+            raise ValueError(f"every and on_error are not the same on all ranks: {[one for one, _ in told]}")
         kinds = [kind for _, kind in told]
         if other := next((kind for kind in kinds if kind != kinds[0]), None):
             self._give_up(f"ranks have different kinds of processors or threads: {kinds[0]} and {other}")
@@ -305,7 +311,7 @@ class ComputeCheck:
     def _accuse(
         self, seen: RecordedStep, found: dict[str, int], places: tuple[int, int, int], step: int, parameter: str
     ) -> None:
-        """Raises ComputeError on every rank, once a third rank or repetitions have decided.
+        """Raises ComputeError on every rank, or skips the step, once a third rank or repetitions have decided.
 
         If no rank's own pass can be repeated, the loss has another way to the parameters, and no rank is wrong.
         """
@@ -327,7 +333,7 @@ class ComputeCheck:
         gives = "the same"
         if told[ranks[0]][1] != first[ranks[0]]:
             gives = "others"
-        raise ComputeError(
+        error = ComputeError(
             f"gradients of one pass differ between ranks in step {step}, beginning with {parameter!r}: "
             f"{self._described(ranks)} {'computes' if len(ranks) == 1 else 'compute'} other bits, and a repetition "
             f"there gives {gives}",
@@ -335,6 +341,13 @@ class ComputeCheck:
             step,
             parameter,
         )
+        if not self._skips:
+            raise error
+        self.skipped.append(error)
+        for _, param in self._params:
+            param.grad = None
+        if self._rank == 0:
+            warnings.warn(f"check_compute skips a step: {error}", stacklevel=2)
 
     def _described(self, ranks: Sequence[int]) -> str:
         places = gather_objects(f"{socket.gethostname()}, {self._params[0][1].device}", self._group)

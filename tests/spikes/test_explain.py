@@ -180,7 +180,7 @@ def test_a_script_continues_from_its_checkpoint(
     before = files_in(in_warm_processes)
     assert main(["explain", "train.py"]) == 1
     assert "Nothing spikes in steps 19 to 32." in capsys.readouterr().out
-    assert main(["explain", "--step", "14", "--json", "found.json", "train.py"]) == 0
+    assert main(["explain", "--step", "14", "--steps", "3", "--json", "found.json", "train.py"]) == 0
     said = capsys.readouterr().out
     assert "Step 14 spikes: the " in said
     assert f"  index {planted} (rows/{planted}.txt): rank 0, step 14, batch 1 of the step, position 2\n" in said

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _ranks(processes: Processes, spike: int | None, num_steps: int, replaced: Sequence[Sample]) -> list[RecordedSteps]:
     """Runs the script once on every rank, and returns all their records."""
-    task = {"steps": num_steps, "spike": spike, "replaced": replacements(replaced, processes.rank)}
+    swaps = replacements(replaced, processes.rank)
+    task = {"steps": num_steps, "spike": spike, "is_survey": not replaced, "replaced": swaps}
     mine = processes.start("drivetrain.spikes.script", task)
     ranks = [RecordedSteps.of(json.loads(one)) for one in processes.share(json.dumps(mine))]
     if not any(record.steps for record in ranks):

@@ -29,7 +29,7 @@ class SpikeRecorder:
 
     def __init__(self, num_steps: int, batches: TakenBatches) -> None:
         self.record = RecordedSteps()
-        self._num_steps, self._batches = num_steps, batches
+        self.num_steps, self._batches = num_steps, batches
         self._step = SeenStep()
 
     def begin(self) -> None:
@@ -60,7 +60,7 @@ class SpikeRecorder:
         if _closure_of(args, kwargs):  # the gradients have come inside of the step
             self._step.norm = _norm_of(optimizer)
         self._end_step()
-        if len(self.record.steps) == self._num_steps:
+        if len(self.record.steps) == self.num_steps:
             raise Enough
 
     def _end_step(self) -> None:
@@ -81,10 +81,11 @@ def _norm_of(optimizer: torch.optim.Optimizer) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(one)) for one in values))
 
 
-def _reading(recorder: SpikeRecorder, spike: int | None) -> Callable[[ModuleType], None]:
+def _reading(recorder: SpikeRecorder, spike: int | None, is_survey: bool) -> Callable[[ModuleType], None]:
     """Returns what lets a Checkpointer restore and save nothing. It is called with its module.
 
-    spike: It restores the newest checkpoint that has enough steps before this one; None: the newest.
+    spike: It restores the newest checkpoint that has enough steps before this one; None: the newest. A survey goes on
+    to this step.
     """
 
     def stand_in(module: ModuleType) -> None:
@@ -93,6 +94,8 @@ def _reading(recorder: SpikeRecorder, spike: int | None) -> Callable[[ModuleType
         def enter(checkpointer: Any) -> Any:
             begin_block(checkpointer)
             recorder.record.restored = max(recorder.record.restored, checkpointer.steps)
+            if spike is not None and is_survey:
+                recorder.num_steps = max(recorder.num_steps, spike - checkpointer.steps)
             return checkpointer
 
         def earlier(store: Any) -> Any:
@@ -119,12 +122,13 @@ def main(task: dict[str, Any]) -> NoReturn:
 
     Args:
         task: As for `run_script` and `leave`, and "steps", "replaced" as `TakenBatches` takes it, and the file
-            "record". If "spike" is not None, it is the step that spikes.
+            "record". If "spike" is not None, it is the step that spikes, which a run with "is_survey" reaches.
     """
     batches = TakenBatches(task["replaced"])
     recorder = SpikeRecorder(task["steps"], batches)
     shadow = Shadow(task["folder"], "a script whose spike is explained")
-    checkpointer = {"drivetrain.checkpointing.checkpointer": _reading(recorder, task["spike"])}
+    stand_in = _reading(recorder, task["spike"], task["is_survey"])
+    checkpointer = {"drivetrain.checkpointing.checkpointer": stand_in}
     recorder.finish(run_script(task, shadow, recorder.begin, checkpointer)[0])
     with shadow.lifted():
         Path(task["record"]).write_text(json.dumps(asdict(recorder.record)))

@@ -115,7 +115,7 @@ notebooks: $(STAMPS)/test-tools ## run the notebooks and keep their outputs in t
 picture: $(STAMPS)/test-tools ## draw the chart of README.md from benchmarks/results (a few seconds)
 	$(PYTHON) benchmarks/picture.py $(ARGS)
 
-wheel: $(STAMPS)/build-tools ## write a wheel for torch 2.11 to 2.14 and an sdist to dist/, and run README's commands on them (25 minutes)
+wheel: $(STAMPS)/build-tools ## write a wheel for torch 2.11 to 2.14 and an sdist to dist/, and run README's commands on them (15 minutes)
 	tests/wheel.sh $(PYTHON) $(ARGS)
 
 test-matrix: ## install the wheel for the oldest and newest Python and torch, run a part of the suite in each (4 minutes of tests per pair, after the wheel; ARGS="--python 3.12")

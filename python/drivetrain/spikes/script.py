@@ -13,12 +13,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..planner.period import Enough
 from ..planner.shadow import Shadow
-from ..trial.script import leave, run_script
+from ..trial.script import follow_losses, leave, run_script
 from .batches import TakenBatches
 from .record import RecordedSteps, SeenStep
 from .search import FEWEST
@@ -35,14 +34,7 @@ class SpikeRecorder:
     def begin(self) -> None:
         """Follows backward passes, optimizers and DataLoaders from now on."""
         self._batches.begin()
-        plain = torch.autograd.backward
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            self._step.losses += [float(one.detach()) for one in given if one.numel() == 1]
-            return plain(tensors, *args, **kwargs)
-
-        torch.autograd.backward = backward
+        follow_losses(lambda losses: self._step.losses.extend(losses))
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
@@ -70,7 +62,7 @@ class SpikeRecorder:
 
 
 def _closure_of(args: Any, kwargs: Any) -> Any:
-    return args[0] if args else kwargs.get("closure")
+    return args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
 
 
 @torch.no_grad()

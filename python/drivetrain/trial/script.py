@@ -57,14 +57,7 @@ class StepRecorder:
 
     def begin(self) -> None:
         """Follows backward passes and optimizers from now on."""
-        plain = torch.autograd.backward
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            self._step.losses += [float(one.detach()) for one in given if one.numel() == 1]
-            return plain(tensors, *args, **kwargs)
-
-        torch.autograd.backward = backward
+        follow_losses(lambda losses: self._step.losses.extend(losses))
         enter = torch.autocast.__enter__
 
         def enter_autocast(context: torch.autocast) -> Any:
@@ -141,6 +134,18 @@ class StepRecorder:
                 noise = torch.rand(param.shape, generator=generator).to(param.device) * 2.0 - 1.0
                 factor = self._noise * torch.finfo(param.dtype).eps
                 param.copy_(param.float() * (1.0 + factor * noise))
+
+
+def follow_losses(note: Callable[[list[float]], None]) -> None:
+    """Calls `note` with the losses of each backward pass from now on, before it."""
+    plain = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        note([float(one.detach()) for one in given if one.numel() == 1])
+        return plain(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -27,6 +27,9 @@ constexpr int64_t bytes_of(ElementType type) {
 // Adds the elements [begin, end) of all inputs in the order of the inputs, multiplies them by `scale` and writes them
 // to all outputs. Outputs may be inputs too, or begin where one begins if their elements are narrower. 16-bit floats
 // are added in float and rounded once. Integers wrap around and are not scaled.
+//
+// in_tree: adds floats as ((x0 + x1) + (x2 + x3)) + ..., and rounds each sum to their type. The number of inputs is
+// then a power of two up to kMostInTree.
 struct SumJob {
   ElementType type;
   ElementType output_type;  // the same, unless both are floats of at most 32 bits
@@ -37,7 +40,10 @@ struct SumJob {
   int64_t begin;
   int64_t end;
   double scale;
+  bool in_tree = false;
 };
+
+constexpr int kMostInTree = 1024;
 
 // Runs the kernel of the chosen instruction set. Every instruction set gives the same bits.
 void sum_range(const SumJob& job);

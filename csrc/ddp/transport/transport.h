@@ -155,6 +155,8 @@ std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name);
 // Karimireddy et al. 2019). For every K, the sum of K results then differs from the sum of the exact ones by the errors
 // left at the end.
 //
+// The exact format rounds nothing. It carries floats of every type, and sums them in the order of a tree (rank_sum.h).
+//
 // returning: a process group of the same ranks in which only this transport sends its sums back.
 std::unique_ptr<Comm> make_wire_comm(const std::string& group_name, const std::string& returning, WireFormat format,
                                      Ranks ranks);
@@ -167,6 +169,7 @@ struct ShmOptions {
   std::shared_ptr<Comm> leaders;  // over every host's first rank; null with one host and for other ranks
   double timeout_s = 0;
   Ranks ranks;
+  bool in_tree = false;  // sums in the order of a tree (rank_sum.h), on one host
 };
 
 // Makes that transport; every rank of the group must call it. If a rank cannot share memory, all use the transport over

@@ -82,6 +82,7 @@ class ShmComm final : public Comm {
     exchange.link = link_.get();
     exchange.timeout = std::chrono::nanoseconds(static_cast<int64_t>(options.timeout_s * 1e9));
     exchange.spin = spins_;
+    exchange.in_tree = options.in_tree;
     for (int other : host_) exchange.rank_names.push_back(ranks().name(other));
     exchange.is_dead = [this](int local_rank) { return processes_[local_rank].has_ended(); };
     exchange_.emplace(shared_state_->base[0], std::move(exchange));

@@ -274,8 +274,8 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
   }
   if (stage == kSum) {
     const int num_outputs = sums_for_link ? 1 : options_.size;
-    sum_range(
-        {operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale});
+    sum_range({operation.type, operation.type, values, options_.size, values, num_outputs, begin, end, operation.scale,
+               options_.in_tree});
     return;
   }
   for (int rank = 1; rank < options_.size; ++rank) {
@@ -304,7 +304,7 @@ void ShmExchange::compute_ranges(const Operation& operation, int stage, int64_t 
     }
     if (operation.exchange == Exchange::kReduceScatter && stage == kSum) {
       sum_range({operation.type, operation.type, values, options_.size, outputs.data(),
-                 static_cast<int>(outputs.size()), from / element, to / element, operation.scale});
+                 static_cast<int>(outputs.size()), from / element, to / element, operation.scale, options_.in_tree});
       return;
     }
     const char* const source = operation.exchange == Exchange::kGather ? values[targets->rank] : values[0];

@@ -61,6 +61,7 @@ class ShmExchange {
     HostLink* link = nullptr;  // for the first rank, where there are several hosts
     std::chrono::nanoseconds timeout{0};
     bool spin = true;                     // before it sleeps; useful where every rank has a core
+    bool in_tree = false;                 // sums in the order of a tree (SumJob)
     std::vector<std::string> rank_names;  // for messages
     std::function<bool(int)> is_dead;     // returns true if that rank's process has ended
   };

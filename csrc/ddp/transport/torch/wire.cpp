@@ -3,7 +3,8 @@
 //
 // A tensor's own memory is the buffer of its transfer. The rounded values fill its lower part, and received values go
 // to the upper part, or to new memory where they do not fit. A first all-to-all brings every rank all ranks' values of
-// its piece. The rank writes their sum over each of them, and a second all-to-all in reverse spreads the sums.
+// its piece. The rank writes their sum over each of them, and a second all-to-all in reverse spreads the sums. Exact
+// values stay where they are.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -26,13 +27,14 @@ class Transfer {
  public:
   // errors: the errors of the memory in which the tensor lies; null: none are carried.
   Transfer(const at::Tensor& flat, WireFormat format, CarriedErrors* errors, int rank, int size)
-      : flat_(flat), format_(format) {
+      : flat_(flat), format_(format), type_(*element_type(flat.scalar_type())) {
     const int64_t numel = flat.numel();
     const auto begin_of = [&](int piece) { return piece_begin(numel, piece, size); };
     int64_t on_wire = 0;
     for (int piece = 0; piece < size; ++piece) {
       pieces_.push_back({begin_of(piece), begin_of(piece + 1) - begin_of(piece), on_wire});
-      counts_.push_back(wire_bytes(format, pieces_.back().numel));
+      const int64_t own = pieces_.back().numel;
+      counts_.push_back(is_exact() ? own * bytes_of(type_) : wire_bytes(format, own));
       on_wire += counts_.back();
     }
     own_numel_ = pieces_[rank].numel;
@@ -43,7 +45,8 @@ class Transfer {
     const int64_t received = size * counts_[rank], above = bytes.numel() - on_wire;
     lower_ = bytes.narrow(0, 0, on_wire);
     received_ = received <= above ? bytes.narrow(0, on_wire, received) : at::empty({received}, bytes.options());
-    for (const Piece& piece : pieces_) {
+    for (size_t i = 0; i < pieces_.size() && !is_exact(); ++i) {
+      const Piece& piece = pieces_[i];
       float* const rest = errors_ ? errors_->of_values.data() + piece.begin : nullptr;
       encode(format, value(piece.begin), rest, piece.numel, wire(piece));
     }
@@ -59,6 +62,10 @@ class Transfer {
       inputs.push_back(static_cast<char*>(received_.data_ptr()) + rank * own_counts_[rank]);
     }
     const int count = static_cast<int>(inputs.size());
+    if (is_exact()) {
+      sum_range({type_, type_, inputs.data(), count, inputs.data(), count, 0, own_numel_, 1, /*in_tree=*/true});
+      return;
+    }
     ddp::sum(format_, inputs, count, errors_ ? errors_->of_sums.data() : nullptr, own_numel_);
   }
 
@@ -68,6 +75,7 @@ class Transfer {
 
   // Goes from the end, and never writes over values that are still to be read.
   void widen() {
+    if (is_exact()) return;
     for (auto piece = pieces_.rbegin(); piece != pieces_.rend(); ++piece) {
       decode(format_, wire(*piece), piece->numel, value(piece->begin));
     }
@@ -86,11 +94,13 @@ class Transfer {
     int64_t on_wire;  // its first byte in lower_
   };
 
+  bool is_exact() const { return format_ == WireFormat::kExact; }
   char* value(int64_t index) const { return static_cast<char*>(flat_.data_ptr()) + index * sizeof(float); }
   char* wire(const Piece& piece) const { return static_cast<char*>(flat_.data_ptr()) + piece.on_wire; }
 
-  at::Tensor flat_;  // float32
+  at::Tensor flat_;  // float32, unless the format is exact
   WireFormat format_;
+  ElementType type_;
   std::vector<Piece> pieces_;        // [size]
   std::vector<int64_t> counts_;      // their bytes on the wire, [size]
   std::vector<int64_t> own_counts_;  // the counts of this rank's piece, [size] times
@@ -255,7 +265,8 @@ class WireComm final : public Comm {
 
   std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
                                                bool as_sum) override {
-    if (!is_rounded(flat)) return group_.start_scatter(flat, ranges, as_sum);
+    if (!is_taken(flat)) return group_.start_scatter(flat, ranges, as_sum);
+    if (format_ == WireFormat::kExact) return start_sum(flat);
     DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
     chain_->check();
     const std::shared_ptr<CarriedErrors> errors = errors_of(flat);
@@ -264,7 +275,7 @@ class WireComm final : public Comm {
   }
 
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
-    if (!is_rounded(flat)) return group_.start_sum(flat);
+    if (!is_taken(flat)) return group_.start_sum(flat);
     DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
     chain_->check();
     std::deque<std::shared_ptr<Transfer>> transfers;
@@ -284,8 +295,10 @@ class WireComm final : public Comm {
   }
 
  private:
-  static bool is_rounded(const at::Tensor& flat) {
-    return flat.layout() == at::kStrided && flat.scalar_type() == at::kFloat && flat.numel() > 0;
+  // Returns false for tensors that travel as they would without this transport.
+  bool is_taken(const at::Tensor& flat) const {
+    const bool is_exact = format_ == WireFormat::kExact && flat.is_floating_point() && flat.is_cpu();
+    return flat.layout() == at::kStrided && (is_exact || flat.scalar_type() == at::kFloat) && flat.numel() > 0;
   }
 
   // Returns the last that were made for memory with this tensor; null: there are none.

@@ -32,6 +32,7 @@ uint8_t* bytes(char* memory) { return reinterpret_cast<uint8_t*>(memory); }
 }  // namespace
 
 int64_t wire_bytes(WireFormat format, int64_t numel) {
+  if (format == WireFormat::kExact) return numel * bytes_of(ElementType::kFloat32);
   return format == WireFormat::kFloat8 ? float8_wire_bytes(numel) : numel * kHalfBytes;
 }
 

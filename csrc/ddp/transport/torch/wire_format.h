@@ -12,6 +12,7 @@ namespace drivetrain::ddp {
 
 enum class WireFormat : uint8_t {
   kBFloat16,
+  kExact,   // as the tensor has them, summed in the order of a tree; for all-reduces
   kFloat8,  // e5m2 in blocks with a scale (float8_wire.h); each value's rounding error is added to its next transfer
 };
 
@@ -23,7 +24,7 @@ constexpr bool carries_errors(WireFormat format) { return format == WireFormat::
 // Returns the values that are rounded together.
 constexpr int64_t block_values(WireFormat format) { return format == WireFormat::kFloat8 ? kWireBlock : 1; }
 
-// Returns the bytes of that many values on the wire: at most half of float32's bytes.
+// Returns the bytes of that many float32 values on the wire: at most half of float32's bytes, unless they are exact.
 int64_t wire_bytes(WireFormat format, int64_t numel);
 
 // Returns the most values that one rank sends to another at once: whole blocks.
@@ -31,6 +32,8 @@ int64_t most_values(WireFormat format);
 
 // Returns the first value of the piece that a rank sums of one transfer of an all-reduce. Its blocks begin there.
 constexpr int64_t piece_begin(int64_t numel, int piece, int num_pieces) { return numel * piece / num_pieces; }
+
+// The following three are for formats that round.
 
 // Rounds values to nearest even. `to` may begin where `values` do, or before. errors: as float8_wire.h; null for
 // formats that carry none.

@@ -31,10 +31,14 @@ class ResumableSampler(Sampler[int]):
         shuffle: Draw in a pseudo-random order, another one per epoch; otherwise in the order of the dataset.
         seed: Chooses the order; must be equal on all ranks.
         drop_last: Leave out the last samples if ranks cannot share them evenly, instead of repeating some of the first.
+        logical_ranks: As of DistributedDataParallel. Each rank draws the samples of its logical ranks in the order of
+            `accumulate`'s windows. An epoch has whole windows: its last one repeats samples, or is left out.
+        part: With logical_ranks, the samples that each of them draws per window: `steps` of `accumulate` times the
+            loader's batch size. Save the position only between two windows.
 
     Raises:
         TypeError: `dataset` has no length.
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of its range, or `num_replicas` does not divide `logical_ranks`.
     """
 
     def __init__(
@@ -45,6 +49,9 @@ class ResumableSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        logical_ranks: int | None = None,
+        part: int | None = None,
     ) -> None:
         is_grouped = dist.is_available() and dist.is_initialized()
         self.num_replicas = num_replicas if num_replicas is not None else dist.get_world_size() if is_grouped else 1
@@ -60,6 +67,15 @@ class ResumableSampler(Sampler[int]):
         self.length = dataset if isinstance(dataset, int) else len(dataset)
         if self.length < 0:
             raise ValueError(f"dataset is {self.length}, expected a length of 0 or more")
+        if (logical_ranks is None) != (part is None) or (part is not None and part < 1):
+            raise ValueError(f"part is {part} and logical_ranks {logical_ranks}: expected 1 or more for both, or None")
+        if logical_ranks is not None and (logical_ranks < 1 or logical_ranks % self.num_replicas):
+            raise ValueError(
+                f"logical_ranks is {logical_ranks}, expected a multiple of num_replicas {self.num_replicas}"
+            )
+        self.logical_ranks, self.part = logical_ranks, part
+        # Whole windows of so many samples per rank.
+        self._unit = part * (logical_ranks // self.num_replicas) if part and logical_ranks else 1
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
         self._begin = 0  # the position at which the current iteration began, or the next one begins
@@ -70,7 +86,7 @@ class ResumableSampler(Sampler[int]):
     @property
     def num_samples(self) -> int:
         """The indices that this rank draws in a whole epoch, as with torch's class."""
-        return self.length // self.num_replicas if self.drop_last else -(-self.length // self.num_replicas)
+        return self._drawn_of(self.length)
 
     @property
     def total_size(self) -> int:
@@ -79,8 +95,12 @@ class ResumableSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Returns how many indices the current iteration, or the next one, draws on this rank."""
-        left = self.length - (0 if self._is_done else self._begin)
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        return self._drawn_of(self.length - (0 if self._is_done else self._begin))
+
+    def _drawn_of(self, left: int) -> int:
+        """Returns how many indices this rank draws of so many samples."""
+        of_all = self.num_replicas * self._unit
+        return (left // of_all if self.drop_last else -(-left // of_all)) * self._unit
 
     def __iter__(self) -> Iterator[int]:
         if not self._is_resumed:
@@ -93,13 +113,19 @@ class ResumableSampler(Sampler[int]):
         permutation = Permutation(self.length, self.seed, epoch) if self.shuffle and count else None
         for first in range(0, count, _POSITIONS_AT_ONCE):
             turns = torch.arange(first, min(first + _POSITIONS_AT_ONCE, count), device="cpu")
-            positions = (
-                begin + self.rank + turns * self.num_replicas
-            ) % self.length  # repeats the first, as torch does
+            positions = (begin + self._places(turns)) % self.length  # repeats the first, as torch does
             for index in (positions if permutation is None else permutation(positions)).tolist():
                 self._drawn += 1
                 yield index
         self._is_done = True
+
+    def _places(self, turns: torch.Tensor) -> torch.Tensor:
+        """Returns the places, counted over all ranks, of the samples that this rank draws in these turns."""
+        if self.logical_ranks is None or self.part is None:
+            return self.rank + turns * self.num_replicas
+        window, turn = turns // self._unit, turns % self._unit
+        logical_rank = self.rank * (self._unit // self.part) + turn // self.part
+        return (window * self.part + turn % self.part) * self.logical_ranks + logical_rank
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration, as with torch's class; a restored position in `epoch` stays."""
@@ -114,12 +140,17 @@ class ResumableSampler(Sampler[int]):
         on since the iteration began. torchdata's `StatefulDataLoader` keeps count by itself and needs no argument.
 
         Raises:
-            ValueError: `consumed` is negative or more than this rank has drawn.
+            ValueError: `consumed` is negative or more than this rank has drawn, or ends inside of a window.
         """
         drawn = self._drawn if consumed is None else consumed
         if not 0 <= drawn <= self._drawn:
             raise ValueError(
                 f"consumed is {consumed}, expected 0 to {self._drawn}, what this rank has drawn since it began"
+            )
+        if drawn % self._unit:
+            raise ValueError(
+                f"{drawn} samples are consumed, expected a multiple of {self._unit}: with logical_ranks save between "
+                "two windows only, where window.backward() has returned True"
             )
         return {
             "format": _FORMAT,

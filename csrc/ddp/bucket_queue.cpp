@@ -49,6 +49,7 @@ void BucketQueue::add(size_t param) {
 
 void BucketQueue::put_in(size_t param) {
   parts_.gradients.put_in(param, parts_.params[param].sparse ? scaling_.before_sparse : scaling_.before);
+  parts_.part_sums.add_to(param, parts_.buffer.region(param).view);
 }
 
 bool BucketQueue::start_full() {

@@ -15,6 +15,7 @@
 #include "ddp/grad_buffer.h"
 #include "ddp/gradient_check.h"
 #include "ddp/parameter.h"
+#include "ddp/part_sums.h"
 #include "ddp/step_gradients.h"
 #include "ddp/step_streams.h"
 #include "ddp/transport/comm_hook.h"
@@ -41,6 +42,7 @@ class BucketQueue {
     const Parameters& params;
     GradBuffer& buffer;
     StepGradients& gradients;
+    const PartSums& part_sums;
     StepStreams& streams;
     Collectives& collectives;
     const UsedParameters& used;

@@ -31,12 +31,12 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       std::shared_ptr<Comm> comm, std::vector<int64_t> bucket_caps,
                                       bool find_unused_parameters, bool skip_unused_buckets, std::vector<bool> sparse,
                                       int64_t check_replicas_every, NamedTensors frozen, bool plan_from_measurement,
-                                      std::string wrapper, bool gradients_stay_views) {
+                                      std::string wrapper, bool gradients_stay_views, int64_t logical_ranks) {
   const py::gil_scoped_release no_gil;
   return Reducer::make(
       std::move(params), std::move(names), std::move(comm),
       {std::move(bucket_caps), find_unused_parameters, skip_unused_buckets, std::move(sparse), check_replicas_every,
-       plan_from_measurement, std::move(wrapper), gradients_stay_views, std::move(frozen)});
+       plan_from_measurement, std::move(wrapper), gradients_stay_views, logical_ranks, std::move(frozen)});
 }
 
 // torch's own class gives Python's hooks a real dist.GradBucket.
@@ -97,16 +97,17 @@ std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::st
 
 std::shared_ptr<Comm> wire_comm(const std::string& process_group, const std::string& returning, at::ScalarType dtype,
                                 std::vector<int64_t> ranks) {
-  DT_INVARIANT(dtype == at::kBFloat16 || dtype == at::kFloat8_e5m2);
-  const WireFormat format = dtype == at::kBFloat16 ? WireFormat::kBFloat16 : WireFormat::kFloat8;
+  DT_INVARIANT(dtype == at::kBFloat16 || dtype == at::kFloat8_e5m2 || dtype == at::kFloat);
+  const WireFormat rounded = dtype == at::kBFloat16 ? WireFormat::kBFloat16 : WireFormat::kFloat8;
+  const WireFormat format = dtype == at::kFloat ? WireFormat::kExact : rounded;
   return make_wire_comm(process_group, returning, format, Ranks(std::move(ranks)));
 }
 
 std::shared_ptr<Comm> shm_comm(const std::string& process_group, std::vector<int64_t> hosts,
                                std::shared_ptr<Comm> group, std::shared_ptr<Comm> leaders, double timeout_s,
-                               std::vector<int64_t> ranks) {
-  return make_shm_comm(
-      {process_group, std::move(hosts), std::move(group), std::move(leaders), timeout_s, Ranks(std::move(ranks))});
+                               std::vector<int64_t> ranks, bool in_tree) {
+  return make_shm_comm({process_group, std::move(hosts), std::move(group), std::move(leaders), timeout_s,
+                        Ranks(std::move(ranks)), in_tree});
 }
 
 std::pair<std::string, std::string> nccl_library(const std::string& fallback) {
@@ -240,7 +241,7 @@ void register_reducer(py::module_& m) {
       .def(py::init(&make_reducer), py::kw_only(), py::arg("params"), py::arg("names"), py::arg("comm"),
            py::arg("bucket_caps"), py::arg("find_unused_parameters"), py::arg("skip_unused_buckets"), py::arg("sparse"),
            py::arg("check_replicas_every"), py::arg("frozen"), py::arg("plan_from_measurement"), py::arg("wrapper"),
-           py::arg("gradients_stay_views"))
+           py::arg("gradients_stay_views"), py::arg("logical_ranks"))
       // The phases of a step.
       .def("prepare_for_forward", &Reducer::prepare_for_forward, no_gil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), no_gil())
@@ -248,6 +249,7 @@ void register_reducer(py::module_& m) {
       .def("begin_weighted", &Reducer::begin_weighted, py::arg("weight"), py::arg("holds") = false, no_gil())
       .def("end_weighted", &Reducer::end_weighted, py::arg("failed"), no_gil())
       .def("reduce_collected", &Reducer::reduce_collected, no_gil())
+      .def("end_part", &Reducer::end_part, py::arg("is_first"), no_gil())
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, no_gil())
       .def(
           "_autograd_hook", [](Reducer& reducer, size_t index) { reducer.on_gradient(index); }, py::arg("index"),
@@ -365,7 +367,7 @@ void register_ddp(py::module_& m) {
   m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"), py::arg("dtype"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("shm_comm", &shm_comm, py::arg("process_group"), py::arg("hosts"), py::arg("group"), py::arg("leaders").none(),
-        py::arg("timeout_s"), py::arg("ranks") = std::vector<int64_t>(), no_gil());
+        py::arg("timeout_s"), py::arg("ranks") = std::vector<int64_t>(), py::arg("in_tree") = false, no_gil());
   m.def("nccl_library", &nccl_library, py::arg("fallback"), no_gil());
   m.def("nccl_comm", &nccl_comm, py::arg("process_group"), py::arg("device"), py::arg("timeout_s"), py::arg("fallback"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());

@@ -124,4 +124,10 @@ void fail_second_gradient(const Parameter& param) {
            "the wrapper, not its .module. A third is a second backward after one forward."));
 }
 
+void fail_outside_window() {
+  throw_value_error(
+      "DistributedDataParallel with logical_ranks reduces gradients inside of drivetrain.accumulate() only: write "
+      "window.backward(loss) in place of loss.backward().");
+}
+
 }  // namespace drivetrain::ddp

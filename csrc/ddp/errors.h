@@ -70,5 +70,6 @@ struct MissingGradients {
 
 [[noreturn]] void fail_changed_graph(const Parameter& param, int fired, int expected);
 [[noreturn]] void fail_second_gradient(const Parameter& param);
+[[noreturn]] void fail_outside_window();
 
 }  // namespace drivetrain::ddp

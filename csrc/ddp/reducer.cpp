@@ -191,8 +191,8 @@ void Reducer::take_gradient(size_t index, bool came) {
       announced.has_gradient = true;
       if (torch::autograd::get_current_graph_task_id() == announced.task) check_unconsumed(index, came);
     }
-    const bool moves = has_grad && !param.sparse && !rpc_context && !buffer_.settings.reuses_memory;
-    if (moves) gradients_.take(index, 1);
+    const bool stays = param.sparse || rpc_context || buffer_.settings.reuses_memory || part_sums_.is_before_last();
+    if (has_grad && !stays) gradients_.take(index, 1);
     return;
   }
   if (rpc_context && buffer_.settings.reuses_memory) {
@@ -214,6 +214,10 @@ void Reducer::take_gradient(size_t index, bool came) {
 
 void Reducer::begin_backward() {
   check_given_up();
+  if (options_.logical_ranks > 0 && !weights_.has_weight()) {
+    forget_step();
+    fail_outside_window();
+  }
   has_begun_ = true;
   collectives_.move_to(Progress::kGradients);
   rebuild_buckets();
@@ -320,6 +324,7 @@ void Reducer::finalize() {
   queue_.hand_over_rest();
   if (drops_gradients) drop_gradients();
   for (SideSum* sum : side_sums_) sum->end_step();
+  part_sums_.clear();
   if (uneven_.is_joining) planner_.miss_times();
   uneven_ = {};
   forwards_ = 0;
@@ -412,6 +417,14 @@ void Reducer::reduce_collected() {
     weights_.count_nothing();
     reduce_gradients(BackwardKind::kAny);
   });
+}
+
+void Reducer::end_part(bool is_first) {
+  const Lock lock(mutex_);
+  if (is_first) part_sums_.clear();
+  const at::NoGradGuard no_grad_tracking;
+  part_sums_.end_part(weights_.take());
+  weights_.note_gradients();
 }
 
 // ---- Interrupted steps.

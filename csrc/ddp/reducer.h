@@ -67,6 +67,9 @@ class Reducer : public ReducerState, public std::enable_shared_from_this<Reducer
   // without a backward that synchronizes. Other ranks may be in such a backward. A rank that has collected nothing has
   // weight 0.
   void reduce_collected();
+  // Takes the weighted gradients since the last part out of `.grad`, for the next synchronized backward to add them.
+  // is_first: of a window; parts of an interrupted one are forgotten.
+  void end_part(bool is_first);
   // See WeightedMean::total() and note_found().
   WeightedMean::Total weighted_total() {
     return locked([&] { return weights_.total(); });

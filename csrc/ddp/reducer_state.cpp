@@ -41,12 +41,14 @@ ReducerState::ReducerState(std::vector<at::Tensor> tensors, std::vector<std::str
       streams_(params_),
       buffer_(params_, streams_, options_.gradients_stay_views),
       gradients_(params_, buffer_, [this] { forget_step(); }),
+      part_sums_(params_),
       collectives_(std::move(comm), options_.wrapper),
       used_(params_, gradients_, collectives_, options_.find_unused_parameters),
-      weights_(params_, collectives_, [this] { forget_step(); }),
+      weights_(params_, part_sums_, collectives_, [this] { forget_step(); }),
       replicas_(params_, collectives_, options_.check_replicas_every),
       check_(params_, buffer_, collectives_),
-      queue_({params_, buffer_, gradients_, streams_, collectives_, used_, check_, now_, options_.skip_unused_buckets}),
+      queue_({params_, buffer_, gradients_, part_sums_, streams_, collectives_, used_, check_, now_,
+              options_.skip_unused_buckets}),
       planner_(params_, buffer_, streams_, collectives_, {options_.bucket_caps, options_.plan_from_measurement}),
       claims_(params_) {
   const auto end_hooked_step = [this] {
@@ -55,6 +57,7 @@ ReducerState::ReducerState(std::vector<at::Tensor> tensors, std::vector<std::str
     forget_step();
     return true;
   };
+  part_sums_.set_num_parts(options_.logical_ranks / collectives_.comm().size());
   collectives_.set_recovery({[this] { forget_step(); }, end_hooked_step});
   planner_.start_over();
   queue_.reset();
@@ -114,12 +117,14 @@ void ReducerState::set_comm(std::shared_ptr<Comm> comm) {
   const Lock lock(mutex_);
   const at::NoGradGuard no_grad_tracking;
   std::vector<at::Tensor> kept(params_.size());
+  part_sums_.clear();
   if (!connect_) {
     reset();
   } else if (buffer_.settings.on_moved) {
     kept = buffer_.copy_kept_gradients();  // others stay where they are until they come again: the script may hold them
   }
   collectives_.set_comm(std::move(comm));  // the first step of the new group is measured again
+  part_sums_.set_num_parts(options_.logical_ranks / collectives_.comm().size());
   buffer_.free();
   planner_.start_over();
   queue_.reset();
@@ -157,6 +162,7 @@ void ReducerState::reset() {
 void ReducerState::forget_step() {
   reset();
   for (SideSum* sum : side_sums_) sum->end_step();
+  part_sums_.clear();
   uneven_ = {};
   forwards_ = 0;
   end_callbacks_.clear();

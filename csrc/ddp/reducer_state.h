@@ -21,6 +21,7 @@
 #include "ddp/grad_buffer.h"
 #include "ddp/gradient_check.h"
 #include "ddp/parameter.h"
+#include "ddp/part_sums.h"
 #include "ddp/replicas.h"
 #include "ddp/side_sum.h"
 #include "ddp/step_gradients.h"
@@ -39,6 +40,7 @@ struct ReducerOptions {
   bool plan_from_measurement = false;  // only on one device, without sparse gradients, and the same on every rank
   std::string wrapper;                 // names the wrapper in messages of processes that have several
   bool gradients_stay_views = false;   // tensors kept over a `.grad` show the parameter's next gradient as well
+  int64_t logical_ranks = 0;           // parts of a window; only weighted backwards synchronize; 0: windows have none
   NamedTensors frozen;                 // the module's other parameters
 };
 
@@ -214,6 +216,7 @@ class ReducerState {
   StepStreams streams_;
   GradBuffer buffer_;
   StepGradients gradients_;
+  PartSums part_sums_;
   Collectives collectives_;  // behind the buffer: a transport ends before its memory is freed
   UsedParameters used_;
   WeightedMean weights_;

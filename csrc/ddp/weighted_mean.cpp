@@ -50,9 +50,11 @@ void scale_by(const at::Tensor& values, const at::Tensor& factor) {
   at::_amp_foreach_non_finite_check_and_unscale_({real}, not_finite, here.to(at::kFloat));
 }
 
-WeightedMean::WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step)
+WeightedMean::WeightedMean(const Parameters& params, const PartSums& part_sums, Collectives& collectives,
+                           std::function<void()> forget_step)
     : SideSum(collectives, Purpose::kWeights, "the weights"),
       params_(params),
+      part_sums_(part_sums),
       forget_step_(std::move(forget_step)),
       seen_(params.size()) {}
 
@@ -88,6 +90,13 @@ void WeightedMean::note_gradients() {
 void WeightedMean::forget_weights() {
   weight_.reset();
   kept_weight_ = at::Tensor();
+}
+
+double WeightedMean::take() {
+  if (!weight_) throw UserError(kUncounted);
+  const double weight = *weight_;
+  forget_weights();
+  return weight;
 }
 
 void WeightedMean::forget_zeroed_weights() {
@@ -162,7 +171,7 @@ bool WeightedMean::were_zeroed(size_t came) {
 void WeightedMean::begin_step(BackwardKind kind, bool /*is_joining*/) {
   if (!weight_) return;
   const bool* const holds = std::get_if<bool>(&holds_);
-  const std::vector<double> mine = {*weight_, kind == BackwardKind::kPrepared ? 1.0 : 0.0,
+  const std::vector<double> mine = {part_sums_.add_to(*weight_), kind == BackwardKind::kPrepared ? 1.0 : 0.0,
                                     kind == BackwardKind::kUnprepared ? 1.0 : 0.0,
                                     holds != nullptr && *holds ? 1.0 : 0.0};
   sum_ = copied_to(at::tensor(mine, at::kDouble), params_[0].tensor.device());

@@ -14,6 +14,7 @@
 #include "base/transfer.h"
 #include "ddp/grad_buffer.h"
 #include "ddp/parameter.h"
+#include "ddp/part_sums.h"
 #include "ddp/side_sum.h"
 
 namespace drivetrain::ddp {
@@ -59,7 +60,8 @@ class LateCheck {
 class WeightedMean : public SideSum {
  public:
   // forget_step: abandons the step, before an error.
-  WeightedMean(const Parameters& params, Collectives& collectives, std::function<void()> forget_step);
+  WeightedMean(const Parameters& params, const PartSums& part_sums, Collectives& collectives,
+               std::function<void()> forget_step);
 
   // The ranks' contributions to a step, for an owner that keeps this rank's part of sums over several steps. These are
   // the sum of weights, and the number of ranks with `holds`; on a device both as float64 [2].
@@ -81,6 +83,8 @@ class WeightedMean : public SideSum {
   void note_gradients();
   // Returns true if no step has ended since begin().
   bool is_in_step_of_begin() const { return begun_in_ == collectives_.steps(); }
+  // Returns the sum of this rank's weights, and forgets them. Throws if there is none, as after a reduction.
+  double take();
   // Counts this rank with weight 0 if it has none.
   void count_nothing() { weight_ = weight_.value_or(0); }
   bool has_weight() const { return weight_.has_value(); }
@@ -116,6 +120,7 @@ class WeightedMean : public SideSum {
   bool were_zeroed(size_t came);
 
   const Parameters& params_;
+  const PartSums& part_sums_;
   const std::function<void()> forget_step_;
   bool has_owner_ = false;
   Holds holds_ = false;  // this rank's word for total_

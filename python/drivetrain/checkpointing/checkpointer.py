@@ -421,6 +421,7 @@ class Checkpointer:
                 self._position.resumes_on(self._ranks.world_size),
                 any(state["gradients"]),
                 differing,
+                self._state.keeps_bits,
             )
 
     def _open_saver(self) -> Saver:

@@ -167,10 +167,15 @@ def of_another_run(error: Exception, checkpoint: Checkpoint) -> ValueError:
 
 
 def warn_of_differences(
-    checkpoint: Checkpoint, world_size: int, resumes: bool, has_gradients: bool, differing: Sequence[str]
+    checkpoint: Checkpoint,
+    world_size: int,
+    resumes: bool,
+    has_gradients: bool,
+    differing: Sequence[str],
+    keeps_bits: bool = False,
 ) -> None:
     """Warns that bits will not be the same, and why."""
-    if checkpoint.world_size != world_size:
+    if checkpoint.world_size != world_size and not (resumes and keeps_bits):
         warnings.warn(
             f"{checkpoint.path} was saved on {checkpoint.world_size} ranks and continues on {world_size}. "
             + (

@@ -13,10 +13,11 @@ from ..grad.collected import divide, holds_anything
 from ..optim.base import FusedOptimizer
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.in_backward import StepInBackward
-from ..optim.kept import check_max_grad_norm, kept_of
+from ..optim.kept import check_max_grad_norm, kept_of, scaled_step
 from ..wrapped import unwrapped, wrapper_in
 from . import hang_reports
 from .distributed import DistributedDataParallel, checked_weight
+from .logical_ranks.parts import Parts
 from .sharding import rows_of
 
 _NOTHING = torch.zeros(())  # a loss of weight 0
@@ -56,7 +57,8 @@ def accumulate(
     Args:
         model: The module, wrapped into drivetrain's DistributedDataParallel or not wrapped.
         optimizer: The optimizer to step, or several. Wrappers of Accelerate and Lightning Fabric are taken off.
-        steps: Micro-batches per step, 1 or more. Ranks may pass different numbers.
+        steps: Micro-batches per step, 1 or more. Ranks may pass different numbers. With the wrapper's `logical_ranks`:
+            micro-batches per logical rank, equal on all ranks.
         scaler: A GradScaler. The window scales the loss, steps and updates it.
         scheduler: Learning-rate scheduler to step after every step of the optimizer.
         max_grad_norm: Clips the 2-norm of all the optimizers' unscaled gradients together before a step. A single
@@ -106,7 +108,8 @@ class Window:
                 raise ValueError(
                     f"optimizer[{index}], a {type(one).__name__}, has no parameter of the model: pass its own."
                 )
-        self._steps = steps
+        self._parts = Parts(self._ddp, steps)
+        self._steps = self._parts.micro_batches
         self._scaler = scaler
         # A framework's scheduler steps only after the framework's own optimizer step.
         self._scheduler = unwrapped(scheduler, "scheduler", torch.optim.lr_scheduler.LRScheduler)
@@ -132,6 +135,7 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the current window as plain numbers. The gradients collected so far are in `.grad`."""
+        self._parts.refuse_save(self._micro_steps)
         return {
             "micro_steps": self._micro_steps,
             "weight": self._weight,
@@ -162,6 +166,7 @@ class Window:
                 "drivetrain.accumulate() found gradients that are not its own: call optimizer.zero_grad() before "
                 "the with block."
             )
+        self._parts.open(self._unreduced_params())
         self._scheduler_steps = self._count_scheduler_steps()
         self._entered = self._is_open = True
         self._handles = [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in self._optimizers]
@@ -186,6 +191,7 @@ class Window:
             raise
         finally:
             self._is_open = False
+            self._parts.close()
             for handle in self._handles:
                 handle.remove()
             if self._ddp is not None:
@@ -231,6 +237,7 @@ class Window:
                     (loss * weight).backward(**kwargs)
             self._micro_steps += 1
             self._weight += weight
+            self._parts.end_backward(self._micro_steps)
             if is_last:
                 self._step()
         except BaseException:
@@ -300,6 +307,7 @@ class Window:
     def _begin_window(self) -> None:
         self._micro_steps = 0
         self._weight = 0.0
+        self._parts.begin_window()
         self._expect_next()
 
     def _expect_next(self) -> None:
@@ -326,6 +334,7 @@ class Window:
         Under shard="gradients" each of them reduces, so that all ranks count to the window's end.
         """
         assert self._ddp is not None
+        self._parts.refuse_short_window(self._micro_steps)
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=self._ddp.device))  # Its scale exists from the first loss on.
         each_reduces = rows_of(self._ddp) is not None
@@ -358,7 +367,8 @@ class Window:
         self._is_stepping = True
         try:
             if alone is not None:
-                self._step_fused(alone, divisor)
+                with scaled_step(alone, self._max_grad_norm, divisor):
+                    self._step_one(alone)
             else:
                 self._clip()
                 for optimizer in self._optimizers:
@@ -377,6 +387,7 @@ class Window:
         for param in self._reduced_params():
             if id(param) not in stepped:
                 param.grad = None
+        self._parts.end_window()
 
     def _fused_and_alone(self) -> FusedOptimizer | None:
         """Returns the only optimizer if its step can divide and clip gradients."""
@@ -384,22 +395,6 @@ class Window:
         if len(self._optimizers) > 1 or not isinstance(first, FusedOptimizer):
             return None
         return first if kept_of(first).can_scale_in_step else None
-
-    def _step_fused(self, optimizer: FusedOptimizer, divisor: float) -> None:
-        kept = kept_of(optimizer)
-        norm_before, scale_before = kept.max_grad_norm, getattr(optimizer, "grad_scale", None)
-        if self._max_grad_norm is not None:
-            kept.max_grad_norm = self._max_grad_norm
-        if divisor != 1.0:
-            optimizer.grad_scale = divisor if scale_before is None else scale_before * divisor
-        try:
-            self._step_one(optimizer)
-        finally:
-            kept.max_grad_norm = norm_before
-            if scale_before is not None:
-                optimizer.grad_scale = scale_before
-            elif hasattr(optimizer, "grad_scale"):
-                del optimizer.grad_scale
 
     def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
         if self._scaler is not None:
@@ -483,6 +478,7 @@ class Window:
         if torch.is_grad_enabled():
             self._has_forwarded = True
             self._announce()
+            self._parts.begin_forward(self._micro_steps)
 
     def _announce(self) -> None:
         if self._ddp is None or self._begun is not None or dist.get_world_size(self._ddp.process_group) == 1:

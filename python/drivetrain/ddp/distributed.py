@@ -29,6 +29,7 @@ from .defaults import constructed, defaults, with_defaults
 from .gradient_check import SkippedSteps, checked_mode, set_gradient_check
 from .groups import ReducesOverGroups, left_out, parts_of
 from .logger import Logger
+from .logical_ranks import parts as logical
 from .reducer import Reducer, announce
 from .values import check_values
 
@@ -46,6 +47,7 @@ _SAME_EVERYWHERE = (
     "check_gradients",
     "spike_factor",
     "overlap_gather",
+    "logical_ranks",
 )
 
 
@@ -111,6 +113,8 @@ class DistributedDataParallel(ReducesOverGroups):
             for them. Before any other use, such as of a kept list of parameters, call `wait_for_parameters()`.
         expert_groups: Patterns of names, such as "experts.*", each with the group that reduces these parameters and
             buffers. Their `.grad` is the sum over that group, divided by the number of ranks in `process_group`.
+        logical_ranks: Divides the global batch into that many parts, a power of two. Each number of ranks that divides
+            it gets the same bits. Train with `accumulate`; docs/logical-ranks.md says what else it needs.
 
     Raises:
         ValueError: No process group is initialized, parameters are on devices of several types, or the module is on
@@ -159,6 +163,7 @@ class DistributedDataParallel(ReducesOverGroups):
         shard_group: dist.ProcessGroup | None = None,
         overlap_gather: bool = False,
         expert_groups: Mapping[str, dist.ProcessGroup] | None = None,
+        logical_ranks: int | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
@@ -168,6 +173,7 @@ class DistributedDataParallel(ReducesOverGroups):
         self._shard, self._shard_group = shard, shard_group
         self._transport = transports.requested(transport)
         self._wire_dtype = transports.requested_wire_dtype(wire_dtype)
+        self._logical_ranks = logical_ranks
         if delay_all_reduce_named_params is not None:
             transports.refuse_wire_dtype(self._wire_dtype, "delay_all_reduce_named_params")
         self._hooks_a_delayed_parameter = any(
@@ -182,12 +188,8 @@ class DistributedDataParallel(ReducesOverGroups):
         with left_out(module, parts):
             if init_sync and not any(is_lazy(param) for param in module.parameters()):  # torch refuses lazy ones itself
                 arguments = {name: given[name] for name in _SAME_EVERYWHERE}
-                arguments |= {
-                    "transport": self._transport,
-                    "report_hang_after": self._report_hang_after,
-                    "wire_dtype": self._wire_dtype,
-                    "shard": shard,
-                }
+                arguments |= {"transport": self._transport, "report_hang_after": self._report_hang_after}
+                arguments |= {"wire_dtype": self._wire_dtype, "shard": shard}
                 group = device_mesh.get_group() if device_mesh is not None and device_mesh.ndim == 1 else process_group
                 sizes = check_same_on_all_ranks(trained_parameters(module), arguments, group)
                 changed |= {name: size for name, size in sizes.items() if size != given[name]}
@@ -202,6 +204,7 @@ class DistributedDataParallel(ReducesOverGroups):
                 _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
         self._sharding = sharding.of(self, shard, shard_group, overlaps=overlap_gather)
         self._wrap_parts(parts, changed)
+        self._logical = logical.begin(self, logical_ranks)
         parameter_names.remember(module)
         size = sum(param.numel() for _, param in trained_parameters(module)) / 1e6
         count = len(self.reducer.buckets()) if self._has_reducer() else 0
@@ -295,6 +298,7 @@ class DistributedDataParallel(ReducesOverGroups):
             return
         weight = checked_weight(weight)
         self.refuse_parts("backward() with a weight")
+        logical.check_in_window(self)
         if self._join_config.enable:
             raise ValueError("weight does not go together with join(): ranks without inputs take no part in it")
         with sharding.weighted(self, weight):
@@ -357,14 +361,14 @@ class DistributedDataParallel(ReducesOverGroups):
         ignored = self.parameters_to_ignore
         takes_turns = "with shard='gradients' buckets take turns in memory" if sharding.keeps_rows(self) else ""
         self._why_not_planned = small or takes_turns or obstacle_to_planning(self, parameters, expect_sparse_gradient)
-        wire_dtype = self.__dict__.get("_wire_dtype")
         self.reducer = Reducer(
             params=parameters,
             names=names,
             process_group=self.process_group,
             is_connected=self.__dict__.pop("_connects_now", False),
             transport=self._transport,
-            wire_dtype=wire_dtype,
+            wire_dtype=self.__dict__.get("_wire_dtype"),
+            logical_ranks=self.__dict__.get("_logical_ranks"),
             bucket_caps=caps,
             sparse=expect_sparse_gradient,
             find_unused_parameters=bool(self.find_unused_parameters),
@@ -462,6 +466,7 @@ class DistributedDataParallel(ReducesOverGroups):
 
     def _refuse_hook_on_wire(self, hook: str) -> None:
         sharding.refuse(self, f"communication hook {hook}")
+        logical.refuse(self, f"communication hook {hook}")
         self.refuse_parts(f"communication hook {hook}")
         if (wire_dtype := self.__dict__.get("_wire_dtype")) is not None:
             raise NotImplementedError(

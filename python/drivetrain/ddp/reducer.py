@@ -50,6 +50,7 @@ class Reducer(_C.Reducer):
             when the first gradient comes that is to be reduced.
         transport: The requested transport.
         wire_dtype: Likewise.
+        logical_ranks: Likewise.
         sparse: Per parameter, True if its gradients are sparse.
         modules: All modules with their names, for messages.
         report_hang_after: Seconds after which a wait for other ranks is reported; 0: never.
@@ -65,6 +66,7 @@ class Reducer(_C.Reducer):
         is_connected: bool,
         transport: str,
         wire_dtype: torch.dtype | None,
+        logical_ranks: int | None,
         sparse: Sequence[bool],
         modules: Sequence[tuple[str, nn.Module]],
         report_hang_after: float,
@@ -79,6 +81,8 @@ class Reducer(_C.Reducer):
         self._process_group = process_group
         self._transport = transport
         self._wire_dtype = wire_dtype
+        self._logical_ranks = logical_ranks
+        options["logical_ranks"] = logical_ranks or 0
         if is_connected:
             self.comm = self._make_comm()
         else:
@@ -157,7 +161,7 @@ class Reducer(_C.Reducer):
 
     def _make_comm(self) -> _C.Comm:
         group, device = self._process_group, self._params[0].device
-        comm = transports.make_comm(self._transport, group, device, self._wire_dtype)
+        comm = transports.make_comm(self._transport, group, device, self._wire_dtype, self._logical_ranks)
         show_collectives(comm, group, device)
         return comm
 

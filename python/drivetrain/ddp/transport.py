@@ -78,7 +78,11 @@ def rank_name(rank: int, group: dist.ProcessGroup | None) -> str:
 
 
 def make_comm(
-    choice: str, group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None = None
+    choice: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    wire_dtype: torch.dtype | None = None,
+    logical_ranks: int | None = None,
 ) -> _C.Comm:
     """Makes the transport for parameters on that device. Every rank of the group must call it.
 
@@ -87,20 +91,28 @@ def make_comm(
         group: The ranks.
         device: The parameters' device.
         wire_dtype: Result of `requested_wire_dtype`; the same on every rank.
+        logical_ranks: Sums in the order of a binary tree, so that this many ranks would get the same bits. None: sums
+            as the transport does.
 
     Raises:
+        ValueError: As `refuse_logical_ranks`.
         RuntimeError: The ranks ask for different transports, or a rank cannot use the requested "nccl". Every rank
             raises it.
-        NotImplementedError: As `refuse_wire`.
+        NotImplementedError: Likewise, or as `refuse_wire`.
     """
     refuse_wire(group, device, wire_dtype)
+    refuse_logical_ranks(group, device, logical_ranks)
     size = dist.get_world_size(group)
+    in_tree = logical_ranks is not None and size > 1
     if choice == "nccl":
         return _nccl_comm(group, device)
     if size == 1:
         wire_dtype = None
     hosts, why_not = _find_hosts(choice, group, device, wire_dtype)
-    over_group = _wire_comm(group, device, wire_dtype) if wire_dtype else _comm_over(group, device)
+    over_wire = torch.float32 if in_tree else wire_dtype  # float32: exact, in the order of a tree
+    over_group = _wire_comm(group, device, over_wire) if over_wire else _comm_over(group, device)
+    if in_tree and len(set(hosts)) > 1:
+        hosts, why_not = [], "with logical_ranks it is for the ranks of one host"
     if not hosts:
         if choice == "shm" and why_not and group.rank() == 0:
             _warn(why_not)
@@ -120,6 +132,7 @@ def make_comm(
         leaders=over_leaders,
         timeout_s=group_timeout(group, device).total_seconds(),
         ranks=dist.get_process_group_ranks(group),
+        in_tree=in_tree,
     )
 
 
@@ -131,6 +144,20 @@ def unconnected_comm(group: dist.ProcessGroup, device: torch.device, wire_dtype:
     """
     refuse_wire(group, device, wire_dtype)
     return _comm_over(group, device)
+
+
+def refuse_logical_ranks(group: dist.ProcessGroup, device: torch.device, logical_ranks: int | None) -> None:
+    """Raises ValueError if the ranks do not divide logical_ranks; NotImplementedError for a device, or without gloo."""
+    if logical_ranks is None:
+        return
+    if logical_ranks % dist.get_world_size(group):
+        ranks = dist.get_world_size(group)
+        raise ValueError(f"logical_ranks is {logical_ranks}, expected a multiple of the number of ranks, {ranks}.")
+    if device.type != "cpu" or cpu_backend(group) != "gloo":
+        raise NotImplementedError(
+            f"logical_ranks is set, the parameters are on {device} and the process group's backend for the CPU is "
+            f"{cpu_backend(group)!r}. drivetrain supports logical_ranks for parameters on the CPU over 'gloo' only."
+        )
 
 
 def refuse_wire(group: dist.ProcessGroup, device: torch.device, wire_dtype: torch.dtype | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from . import hang_reports, sharding
 from .gradient_check import checked_mode
+from .logical_ranks import parts as logical
 from .transport import requested, requested_wire_dtype
 
 
@@ -24,6 +25,7 @@ def check_values(given: Mapping[str, Any]) -> None:
     if steps < 0:
         raise ValueError(f"check_replicas_every is {steps}, expected a number of steps, or 0: never")
     sharding.check(given.get("shard"), given.get("shard_group"), dict(given))
+    logical.check(given.get("logical_ranks"), given)
     requested(given.get("transport", "auto"))
     requested_wire_dtype(given.get("wire_dtype"))
     hang_reports.limit_from(given.get("report_hang_after"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +101,25 @@ def kept_of(optimizer: torch.optim.Optimizer) -> Kept:
         kept = optimizer.__dict__[NAME] = Kept()
         kept.has_options = not stands_for_torchs(type(optimizer))
     return kept
+
+
+@contextmanager
+def scaled_step(optimizer: Any, max_grad_norm: float | None, divisor: float) -> Iterator[None]:
+    """Lets a step of the optimizer divide gradients, and clip them unless max_grad_norm is None."""
+    kept = kept_of(optimizer)
+    norm_before, scale_before = kept.max_grad_norm, getattr(optimizer, "grad_scale", None)
+    if max_grad_norm is not None:
+        kept.max_grad_norm = max_grad_norm
+    if divisor != 1.0:
+        optimizer.grad_scale = divisor if scale_before is None else scale_before * divisor
+    try:
+        yield
+    finally:
+        kept.max_grad_norm = norm_before
+        if scale_before is not None:
+            optimizer.grad_scale = scale_before
+        elif hasattr(optimizer, "grad_scale"):
+            del optimizer.grad_scale
 
 
 def stands_for_torchs(cls: type) -> bool:

@@ -1,6 +1,7 @@
 """Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from ...ddp.accumulate import Window
+from ...ddp.logical_ranks import parts as logical
 from ...optim import precision
 from ...optim.sharded import pieces
 from ...optim.sharded.dtensors import from_local, is_dtensor, local_part
@@ -59,6 +61,7 @@ class TrainingState:
                 raise TypeError(f"{name} is a {type(one).__name__}, expected state_dict() and load_state_dict()")
         rng.check(generators)
         self.wrappers = [module for module in model.modules() if isinstance(module, TorchDistributedDataParallel)]
+        self._logical = [found for wrapper in self.wrappers if (found := logical.of(wrapper)) is not None]
         self.model = bare(model)
         self.optimizers = [unwrapped(one, "optimizer", torch.optim.Optimizer) for one in optimizers]
         self.window = window
@@ -74,6 +77,11 @@ class TrainingState:
                     f"optimizer[{index}] is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which steps in the "
                     "backward pass: expected overlap_with_ddp=False"
                 )
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Returns True if another number of ranks continues with the same bits, given the same samples."""
+        return bool(self._logical) and len(self._logical) == len(self.wrappers)
 
     def open(self, is_noticed: Callable[[], bool] = lambda: False) -> None:
         """Begins to follow the data and the optimizers. `is_noticed` is as `Position.open` takes it."""
@@ -102,8 +110,12 @@ class TrainingState:
             "forward_sync": [bool(wrapper.require_forward_param_sync) for wrapper in self.wrappers],
             "extra": {name: one.state_dict() for name, one in self._extra.items()},
             "data": self._position.state() if with_data else None,
-            "rng": rng.capture(self._generators),  # last: nothing above may draw from it afterwards
+            "logical_ranks": [one.state_dict() for one in self._logical],
         }
+        with ExitStack() as stack:
+            for found in self._logical:
+                stack.enter_context(found.own_random_states())
+            values["rng"] = rng.capture(self._generators)  # last: nothing above may draw from it afterwards
         state = {
             **header,
             "parameters": parameter_names(self.model, self.optimizers),
@@ -137,6 +149,8 @@ class TrainingState:
             scheduler.load_state_dict(saved)
         if self._scaler is not None:
             self._scaler.load_state_dict(values["scaler"])
+        for found, counted in zip(self._logical, decode(state.get("logical_ranks", []), tensors), strict=False):
+            found.load_state_dict(counted)
         for name, one in self._extra.items():
             one.load_state_dict(values["extra"][name])
         if is_same_world:

@@ -1,0 +1,369 @@
+"""Tests logical ranks: gradients, parameters, states, norms and buffers with the same bits on any number of ranks."""
+
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader, TensorDataset
+
+import drivetrain
+from ddp_cases import Products, message_of
+from drivetrain import _C
+from drivetrain import DistributedDataParallel as DDP
+from drivetrain.checkpointing import Checkpointer
+from drivetrain.data import ResumableSampler
+from drivetrain.ddp import transport
+from drivetrain.ddp.logical_ranks import random_streams
+from drivetrain.ddp.logical_ranks.random_streams import Use
+from ranks import RankPool
+
+PARTS, STEPS, WINDOWS = 8, 2, 3  # logical ranks, micro-batches of each per window, windows
+SIZES = (1, 2, 4, 8)
+SEED = 7  # of torch on rank 0, where the model is wrapped
+Batch = tuple[Tensor, Tensor, float]
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPool]]:
+    found = {size: RankPool(size, tmp_path_factory.mktemp(f"{size}-logical")) for size in SIZES}
+    yield found  # a pool starts with its first call
+    for pool in found.values():
+        pool.close()
+
+
+class Model(nn.Module):
+    """Has batch statistics, a buffer that forward reads, dropout, and a layer that some micro-batches leave out."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.3)
+        self.optional = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 5, bias=False)
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, x: Tensor, uses_all: bool = True) -> Tensor:
+        x = self.drop(self.norm(self.first(x)).tanh()) + self.average
+        self.average = self.average * 0.5 + x.detach().mean(0)
+        return self.last(self.optional(x) if uses_all else x)
+
+
+def make_model(dtype: torch.dtype) -> Model:
+    torch.manual_seed(1)
+    return Model().to(dtype)
+
+
+def micro_batch(window: int, logical_rank: int, step: int, dtype: torch.dtype) -> Batch:
+    """Returns inputs and targets of uneven sizes, and a weight that is no multiple of a power of two."""
+    rng = torch.Generator().manual_seed(10_000 * window + 100 * logical_rank + step)
+    count = 2 + (window + 3 * logical_rank + step) % 5
+    x = torch.randn(count, 6, generator=rng) * 10 ** (2 * torch.rand(1, generator=rng) - 1)
+    return x.to(dtype), torch.randint(5, (count,), generator=rng), 0.0 if logical_rank == 5 and step else count / 3
+
+
+def uses_all(window: int, logical_rank: int, step: int) -> bool:
+    return window != 1 and (window + logical_rank + step) % 3 > 0
+
+
+def loss_of(model: nn.Module, window: int, logical_rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, float]:
+    x, targets, weight = micro_batch(window, logical_rank, step, dtype)
+    # Python's generator takes part as torch's does.
+    return F.cross_entropy(model(x, uses_all(window, logical_rank, step)).float(), targets) * random.random(), weight
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [value.detach().clone() for value in [*model.parameters(), *model.buffers(), *states]]
+
+
+def grads_of(model: nn.Module) -> list[Tensor | None]:
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+def train_on_ranks(dtype: torch.dtype, options: dict[str, Any], windows: int = WINDOWS) -> list[Any]:
+    """Trains on this rank's logical ranks. Returns each step's gradients, and then everything that was trained."""
+    parts = PARTS // dist.get_world_size()
+    model = make_model(dtype)
+    torch.manual_seed(SEED + dist.get_rank())
+    # Other sizes of buckets on other numbers of ranks must not matter.
+    caps = {"bucket_cap_mb": 0.0005 * parts}
+    wrapped = DDP(model, logical_ranks=PARTS, find_unused_parameters=True, **caps, **options)
+    own = torch.get_rng_state()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: found.append(grads_of(model)))
+    with drivetrain.accumulate(wrapped, optimizer, STEPS, max_grad_norm=0.5) as window:
+        for number in range(windows):
+            for logical_rank in range(dist.get_rank() * parts, (dist.get_rank() + 1) * parts):
+                for step in range(STEPS):
+                    loss, weight = loss_of(wrapped, number, logical_rank, step, dtype)
+                    stepped = window.backward(loss, weight)
+            assert stepped
+    assert torch.equal(torch.get_rng_state(), own)
+    if dist.get_rank() > 0:  # as under torch, ranks have their own batch statistics
+        return [*found, values_of(model, optimizer)[: len(list(model.parameters()))]]
+    return [*found, values_of(model, optimizer)]
+
+
+def in_tree(values: list[Any]) -> Any:
+    while len(values) > 1:
+        values = [values[i] + values[i + 1] for i in range(0, len(values), 2)]
+    return values[0]
+
+
+def train_in_one_process(dtype: torch.dtype) -> list[Any]:
+    """Does what `train_on_ranks` must do, with torch's autograd and optimizer."""
+    torch.set_num_threads(1)
+    model = make_model(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found: list[Any] = []
+    for window in range(WINDOWS):
+        before = [buffer.clone() for buffer in model.buffers()]
+        after: list[Tensor] = []
+        of_parts: list[list[Tensor | None]] = []
+        weights: list[float] = []
+        for logical_rank in range(PARTS):
+            for buffer, value in zip(model.buffers(), before, strict=True):
+                buffer.copy_(value)
+            random_streams.begin(Use.MODEL, SEED, logical_rank, window)
+            total = 0.0
+            for step in range(STEPS):
+                loss, weight = loss_of(model, window, logical_rank, step, dtype)
+                if weight > 0:
+                    (loss * weight).backward()
+                total += weight
+            weights.append(total)
+            of_parts.append(grads_of(model))
+            optimizer.zero_grad()
+            after = after or [buffer.clone() for buffer in model.buffers()]
+        for buffer, value in zip(model.buffers(), after, strict=True):
+            buffer.copy_(value)
+        for param, grads in zip(model.parameters(), zip(*of_parts, strict=True), strict=True):
+            if any(grad is not None for grad in grads):
+                param.grad = in_tree([torch.zeros_like(param) if grad is None else grad for grad in grads])
+                param.grad.mul_(1 / in_tree(weights))
+        drivetrain.optim.clip_grad_norm_(model.parameters(), 0.5)
+        found.append(grads_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, values_of(model, optimizer)]
+
+
+def assert_same_bits(got: Any, want: Any, what: str) -> None:
+    for row, (mine, other) in enumerate(zip(got, want, strict=True)):
+        for index, (a, b) in enumerate(zip(mine, other, strict=False)):
+            assert (a is None) == (b is None), f"{what}: {row}, {index}"
+            assert a is None or torch.equal(a, b), f"{what}: {row}, {index}"
+
+
+@pytest.mark.parametrize("carrier", ["shm", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bits_of_one_process(pools: dict[int, RankPool], dtype: torch.dtype, carrier: str) -> None:
+    want = None
+    for size, pool in pools.items():
+        for rank, got in enumerate(pool.run(train_on_ranks, dtype, {"transport": carrier})):
+            want = want or got
+            assert any(grad is None for grad in got[1])  # the second window leaves a layer out
+            assert_same_bits(got, want, f"{dtype}, rank {rank} of {size}")
+    assert_same_bits(want, train_in_one_process(dtype), f"{dtype}, one process")
+
+
+# ---- The order of sums.
+
+
+def spread(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Returns values of magnitudes that make sums depend on their order."""
+    rng = torch.Generator().manual_seed(1000 * rank + numel)
+    values = torch.randn(numel, generator=rng, dtype=torch.float64)
+    return (values * torch.pow(10, torch.rand(numel, generator=rng) * 6 - 3)).to(dtype)
+
+
+def check_order(carrier: str) -> None:
+    comm = transport.make_comm(carrier, dist.group.WORLD, torch.device("cpu"), logical_ranks=PARTS)
+    assert comm.name == carrier
+    size = dist.get_world_size()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for numel in (1, 3, 17, 1027, 300_001):
+            tensors = [spread(rank, numel, dtype) for rank in range(size)]
+            want = in_tree(tensors)
+            if numel > 1000 and size > 2:
+                assert not torch.equal(want, sum(tensors[1:], tensors[0]))
+            for isa in (*_C.available_isas(), ""):
+                _C.force_isa(isa)
+                flat = comm.allocate(tensors[0].nbytes).view(dtype)
+                flat.copy_(tensors[dist.get_rank()])
+                comm.all_reduce(flat, mean=False)
+                assert torch.equal(flat, want), f"{dtype}, {numel} elements, {isa}"
+
+
+@pytest.mark.parametrize("carrier", ["shm", "torch"])
+def test_transports_sum_in_the_order_of_a_tree(pools: dict[int, RankPool], carrier: str) -> None:
+    for size in (2, 4, 8):
+        pools[size].run(check_order, carrier)
+
+
+# ---- Scalers, and optimizers that clip in their step.
+
+
+def train_scaled() -> list[Any]:
+    parts = PARTS // dist.get_world_size()
+    model = make_model(torch.float32)
+    torch.manual_seed(SEED)
+    wrapped = DDP(model, logical_ranks=PARTS, gradient_as_bucket_view=True)
+    optimizer = drivetrain.optim.AdamW(model.parameters(), lr=0.01, rounding="nearest")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
+    norms = []
+    with drivetrain.accumulate(wrapped, optimizer, 1, scaler=scaler, max_grad_norm=0.1) as window:
+        for number in range(4):
+            for logical_rank in range(dist.get_rank() * parts, (dist.get_rank() + 1) * parts):
+                x, targets, _ = micro_batch(number, logical_rank, 0, torch.float32)
+                x = x * math.inf if (number, logical_rank) == (1, 6) else x  # one part overflows
+                window.backward(F.cross_entropy(wrapped(x), targets), len(x))
+            norms.append(torch.tensor([optimizer.grad_norm, scaler.get_scale()]))
+    assert scaler.get_scale() == 2.0**18  # grows three times, and halves once
+    return [norms, values_of(model, optimizer)[:5]]
+
+
+def test_scaler_and_norm(pools: dict[int, RankPool]) -> None:
+    results = [got for pool in pools.values() for got in pool.run(train_scaled)]
+    for got in results:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got[0], results[0][0], strict=True))
+        assert_same_bits(got[1:], results[0][1:], "scaled")
+
+
+# ---- Data and checkpoints.
+
+
+def of_logical_ranks(length: int, ranks: int, part: int, **options: Any) -> list[list[int]]:
+    """Returns each logical rank's indices in the order of the windows."""
+    found: list[list[int]] = [[] for _ in range(PARTS)]
+    for rank in range(ranks):
+        sampler = ResumableSampler(length, ranks, rank, logical_ranks=PARTS, part=part, **options)
+        indices = list(sampler)
+        assert len(indices) == sampler.num_samples
+        for start in range(0, len(indices), part):
+            found[rank * (PARTS // ranks) + start // part % (PARTS // ranks)] += indices[start : start + part]
+    return found
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_samples_of_logical_ranks(drop_last: bool) -> None:
+    want = of_logical_ranks(101, PARTS, 3, drop_last=drop_last)
+    assert [len(indices) for indices in want] == [12 if drop_last else 15] * PARTS
+    drawn = [index for indices in want for index in indices]
+    assert len(set(drawn)) == (96 if drop_last else 101)
+    for ranks in (1, 2, 4):
+        assert of_logical_ranks(101, ranks, 3, drop_last=drop_last) == want
+    plain = [list(ResumableSampler(96, PARTS, rank, seed=3)) for rank in range(PARTS)]
+    assert of_logical_ranks(96, 2, 3, seed=3) == plain
+
+
+def test_a_position_between_windows_holds_on_any_number_of_ranks() -> None:
+    begun = ResumableSampler(96, 8, 5, logical_ranks=PARTS, part=3)
+    list(begun)
+    resumed = ResumableSampler(96, 2, 1, logical_ranks=PARTS, part=3)
+    resumed.load_state_dict(begun.state_dict(6))
+    assert list(resumed) == list(ResumableSampler(96, 2, 1, logical_ranks=PARTS, part=3))[24:]
+    assert "multiple of 12" in message_of(ValueError, lambda: resumed.state_dict(6))
+    for options in ({"logical_ranks": 8}, {"part": 3}, {"logical_ranks": 3, "part": 1}):
+        with pytest.raises(ValueError, match="logical_ranks"):
+            ResumableSampler(96, 2, 1, **options)
+
+
+DATASET = TensorDataset(torch.randn(80, 6, generator=torch.Generator().manual_seed(3)), torch.arange(80) % 5)
+
+
+def train_with_checkpoints(directory: Path, until: int) -> list[Tensor]:
+    """Trains to that step, with the whole training state from the last call."""
+    model = make_model(torch.float32)
+    torch.manual_seed(SEED + dist.get_rank())
+    wrapped = DDP(model, logical_ranks=PARTS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    sampler = ResumableSampler(DATASET, logical_ranks=PARTS, part=2 * STEPS)
+    # Its own generator: an iteration that begins would draw from the first part's stream, which the noise comes from.
+    loader = DataLoader(DATASET, batch_size=2, sampler=sampler, generator=torch.Generator())
+    window = drivetrain.accumulate(wrapped, optimizer, STEPS, scheduler=scheduler)
+    parts = {"model": wrapped, "optimizer": optimizer, "scheduler": scheduler, "data": loader, "window": window}
+    warnings.filterwarnings("error", message=".*bits of parameters")
+    with Checkpointer(directory, **parts, every=None, signals=()) as checkpointer, window:
+        for epoch in range(checkpointer.epoch, 3):
+            sampler.set_epoch(epoch)
+            for x, targets in loader:
+                noise = torch.randn(2, 6) * 0.1  # augmentation in the loop
+                if window.backward(F.cross_entropy(wrapped(x + noise), targets), weight=len(x)):
+                    checkpointer.step()
+                    if checkpointer.steps == until:
+                        checkpointer.save()
+                        return values_of(model, optimizer)
+    raise AssertionError("the epochs are over")
+
+
+def test_checkpoints_continue_with_the_same_bits_on_other_numbers_of_ranks(
+    pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    (want, *_) = pools[4].run(train_with_checkpoints, tmp_path / "whole", 7)
+    for size, until in ((8, 2), (2, 4), (1, 5), (4, 7)):
+        (got, *_) = pools[size].run(train_with_checkpoints, tmp_path / "moved", until)
+    assert_same_bits([got], [want], "after four starts")
+
+
+# ---- What is refused.
+
+
+def refusals() -> None:
+    model = Products(3)
+    for count in (0, 3, 2048, 2.0):
+        assert "a power of two" in message_of(ValueError, lambda count=count: DDP(model, logical_ranks=count))
+    assert "multiple of the number of ranks, 2" in message_of(ValueError, lambda: DDP(model, logical_ranks=1))
+    options: list[dict[str, Any]] = [
+        {"shard": "optimizer"},
+        {"wire_dtype": torch.bfloat16},
+        {"check_gradients": "skip"},
+        {"static_graph": True},
+        {"init_sync": False},
+    ]
+    for option in options:
+        message = message_of(NotImplementedError, lambda option=option: DDP(model, logical_ranks=2, **option))
+        assert f"{next(iter(option))}" in message
+    normed = nn.BatchNorm1d(3)
+    assert "buffers" in message_of(NotImplementedError, lambda: DDP(normed, logical_ranks=2, broadcast_buffers=False))
+    assert "sparse" in message_of(NotImplementedError, lambda: DDP(nn.Embedding(3, 2, sparse=True), logical_ranks=2))
+
+    wrapped = DDP(model, logical_ranks=4)
+    x = torch.ones(3)
+    assert "window.backward(loss)" in message_of(ValueError, lambda: wrapped(x).backward())
+    assert "window.backward" in message_of(ValueError, lambda: wrapped.backward(wrapped(x), weight=1.0))
+    with pytest.raises(NotImplementedError, match="communication hook"):
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.zero_grad()
+
+    def stop_early() -> None:
+        with drivetrain.accumulate(wrapped, optimizer, 2) as window:
+            for _ in range(3):
+                window.backward(wrapped(x))
+            assert "3 of 4 micro-batches" in message_of(ValueError, window.state_dict)
+
+    message = message_of(ValueError, stop_early)
+    assert "3 of the 4 micro-batches" in message, message
+    assert model.weights[0].eq(0).all()
+    with drivetrain.accumulate(wrapped, optimizer, 2) as window:  # usable after an error
+        assert [window.backward(wrapped(x * (1 + dist.get_rank()))) for _ in range(4)] == [False] * 3 + [True]
+    assert model.weights[0].eq(-1.5).all()
+
+
+def test_refusals(pools: dict[int, RankPool]) -> None:
+    pools[2].run(refusals)

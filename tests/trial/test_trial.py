@@ -228,3 +228,39 @@ def test_a_run_without_an_end_is_ended(tried: Callable[..., Tried]) -> None:
     status, said = tried("import time\ntime.sleep(600)", "--limit", "3")
     assert status == 2
     assert "did not make 30 optimizer steps in 3 s (--limit)" in said
+
+
+# ---- Other numbers of ranks.
+
+RESIZED = """
+import os
+import torch
+import torch.distributed as dist
+import drivetrain
+from drivetrain.data import ResumableSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(96, 16))
+layers = torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), logical_ranks=4)
+optimizer = drivetrain.optim.AdamW(model.parameters(), lr=0.01)
+sampler = ResumableSampler(data, logical_ranks=4, part=6)
+loader = torch.utils.data.DataLoader(data, 3, sampler=sampler, generator=torch.Generator())
+with drivetrain.accumulate(model, optimizer, 2, max_grad_norm=0.5) as window:
+    for epoch in range(9):
+        for inputs, in loader:
+            window.backward((model(inputs) - inputs[:, :4]).square().mean() * {factor})
+"""
+
+
+def test_other_numbers_of_ranks(tried: Callable[..., Tried], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    options = ("--ranks", "1,2,4", "--steps", "6")
+    status, said = tried(RESIZED.replace("{factor}", "1"), *options)
+    assert (status, "Gradients and parameters are the same on 1, 2, 4 ranks." in said) == (0, True), said
+    status, said = tried(RESIZED.replace("{factor}", "(1 + dist.get_rank())"), *options)
+    assert status == 1, said
+    assert "On 4 ranks the run parts from the one on 1 at step 1, gradient of '3.bias' (6 of 6 differ)." in said
+    monkeypatch.setenv("RANK", "0")
+    assert "leave torchrun out" in tried(RESIZED, *options).said

@@ -85,6 +85,9 @@ def of_try(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-bits", type=int, choices=[32, 16, 8], help="also try this format of optimizer states")
     parser.add_argument("--master-bits", type=int, choices=[32, 24], help="also try this format of master weights")
     parser.add_argument("--budget", metavar="BYTES", help="also try this budget of activations, such as 60%% or 2GiB")
+    parser.add_argument(
+        "--ranks", type=_counts, metavar="N,N", help="instead compare the bits on these numbers of ranks"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("script", help="path of the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
@@ -256,6 +259,10 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
     return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
 
 
 def _layout(text: str) -> tuple[int, int]:

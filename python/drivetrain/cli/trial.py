@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.progress import Progress
 from ..memory import bytes_of
 from ..trial.record import RunRecord, Variant
 from ..trial.report import TrialReport, Tried
+from ..trial.resized import describe, resized
 from ..trial.runs import Runs, Trial, TrialError
 
 
@@ -32,7 +34,10 @@ def run(args: argparse.Namespace) -> int:
         except ValueError as error:
             print(f"drivetrain try: {error}", file=sys.stderr)
             return 2
-    runs = Runs(Trial(args.script, args.arguments, args.steps, args.limit))
+    trial = Trial(args.script, args.arguments, args.steps, args.limit)
+    if args.ranks is not None:
+        return _compare_ranks(trial, args.ranks)
+    runs = Runs(trial)
     try:
         report = _tried(runs, args)
     except TrialError as error:
@@ -43,6 +48,20 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             args.json.write_text(json.dumps(asdict(report)))
     return int(report.fails() and runs.rank == 0)  # a launcher ends rank 0 once another rank has failed
+
+
+def _compare_ranks(trial: Trial, sizes: list[int]) -> int:
+    """Prints if the script gives the same bits on these numbers of ranks."""
+    if "RANK" in os.environ:
+        print("drivetrain try: --ranks starts the ranks itself: leave torchrun out", file=sys.stderr)
+        return 2
+    try:
+        runs = resized(trial, sizes)
+    except TrialError as error:
+        print(f"drivetrain try: {error}", file=sys.stderr)
+        return 2
+    print(describe(runs))
+    return int(any(run.parting for run in runs))
 
 
 def _variants(args: argparse.Namespace, world_size: int) -> list[Variant]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -20,6 +21,7 @@ from .record import RunRecord, Variant
 
 _MEETING_S = 600.0  # the longest wait for another rank between two runs
 _LAST_LINES = 15
+_RECORD, _SAID = "record.json", "said"  # files of a run
 _FIXED = {"PYTHONHASHSEED": "0"}  # variables that make runs repeat
 
 
@@ -35,6 +37,44 @@ class Trial:
     arguments: Sequence[str]
     steps: int  # optimizer steps of each run
     limit_s: float  # after which a run is ended
+
+
+def start(
+    module: str, trial: Trial, folder: Path, environment: dict[str, str], task: dict[str, Any]
+) -> subprocess.Popen[bytes]:
+    """Starts `python -m module` for the script.
+
+    Args:
+        module: The program.
+        trial: The script and its limits.
+        folder: An empty folder for its record and files.
+        environment: Further variables.
+        task: Its input as JSON, in addition to what every run gets.
+    """
+    (folder / "written").mkdir()
+    task = {"script": trial.script, "arguments": list(trial.arguments), **task}
+    task |= {"record": str(folder / _RECORD), "folder": str(folder / "written")}
+    with (folder / _SAID).open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **_FIXED, **environment},
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have died
+        pipe.write(json.dumps(task).encode())
+    return process
+
+
+def read(folder: Path, what: str) -> dict[str, Any]:
+    """Returns the record of a run that has ended. Raises TrialError, with its last lines, if there is none."""
+    if not (folder / _RECORD).exists():
+        last = "\n".join((folder / _SAID).read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        raise TrialError(f"{what}. Its last lines:\n{last}")
+    found: dict[str, Any] = json.loads((folder / _RECORD).read_text())
+    return found
 
 
 class Runs:
@@ -86,44 +126,21 @@ class Runs:
         self.num_runs += 1
         key = f"drivetrain-try/{self.num_runs}"
         trial = self._trial
-        with tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as folder:
-            record, written = Path(folder) / "record.json", Path(folder) / "written"
-            written.mkdir()
-            task = {
-                "script": trial.script,
-                "arguments": list(trial.arguments),
-                "steps": trial.steps,
-                "record": str(record),
-                "folder": str(written),
-                "store": self._address,
-                "key": key,
-                **task,
-            }
-            environment = {**os.environ, **_FIXED}
+        with tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as name:
+            folder, environment = Path(name), {}
             if self._address is not None:
-                environment |= {"MASTER_PORT": self._port(key), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-            said = Path(folder) / "said"
-            with said.open("wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", module],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                )
-                try:
-                    process.communicate(json.dumps(task).encode(), timeout=trial.limit_s)
-                    ended = f"ended with status {process.returncode}"
-                except subprocess.TimeoutExpired:
-                    ended = f"did not make {task['steps']} optimizer steps in {trial.limit_s:.0f} s (--limit)"
-                finally:
-                    process.kill()
-                    process.wait()
-            if not record.exists():
-                last = "\n".join(said.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-                raise TrialError(f"{trial.script}{how} {ended}. Its last lines:\n{last}")
-            found: dict[str, Any] = json.loads(record.read_text())
-            return found
+                environment = {"MASTER_PORT": self._port(key), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            task = {"steps": trial.steps, "store": self._address, "key": key, **task}
+            process = start(module, trial, folder, environment, task)
+            try:
+                process.wait(trial.limit_s)
+                ended = f"ended with status {process.returncode}"
+            except subprocess.TimeoutExpired:
+                ended = f"did not make {task['steps']} optimizer steps in {trial.limit_s:.0f} s (--limit)"
+            finally:
+                process.kill()
+                process.wait()
+            return read(folder, f"{trial.script}{how} {ended}")
 
     def share(self, said: str) -> list[str]:
         """Returns what each rank says, by rank. All ranks must call it."""

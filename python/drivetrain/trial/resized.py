@@ -1,0 +1,112 @@
+"""Runs a script on several numbers of ranks for `drivetrain try --ranks`, and finds where their bits part."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ..notebook import text_table
+from .record import RunRecord, Variant
+from .runs import Trial, TrialError, read, start
+
+_MEETING_S = 120.0
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The run of a script on one number of ranks."""
+
+    size: int
+    record: RunRecord  # of rank 0
+    parting: str  # where it parts from the first run; "": nowhere
+
+
+def resized(trial: Trial, sizes: Sequence[int]) -> list[Resized]:
+    """Runs a script on each number of ranks, one after the other.
+
+    Raises:
+        TrialError: A rank has given no record, or made no step.
+    """
+    found: list[Resized] = []
+    for size in sizes:
+        record = _run_on(trial, size)
+        if not record.steps:
+            raise TrialError(f"{trial.script} makes no optimizer step on {size} ranks: {record.error}")
+        found.append(Resized(size, record, _parting(found[0].record if found else record, record)))
+    return found
+
+
+def describe(runs: Sequence[Resized]) -> str:
+    """Returns the table and the verdict."""
+    rows = [[str(run.size), str(len(run.record.steps)), "differ" if run.parting else "the same"] for run in runs]
+    parted = [run for run in runs if run.parting]
+    lines = [text_table(["ranks", "steps", "bits"], rows)]
+    lines += [f"On {run.size} ranks the run parts from the one on {runs[0].size} at {run.parting}." for run in parted]
+    if parted:
+        lines.append(
+            "Pass logical_ranks to DistributedDataParallel and train with drivetrain.accumulate(). A difference that "
+            "stays comes from an operation that depends on the rank or on the whole batch: docs/logical-ranks.md."
+        )
+    else:
+        lines.append(f"Gradients and parameters are the same on {', '.join(str(run.size) for run in runs)} ranks.")
+    return "\n".join(lines)
+
+
+def _parting(first: RunRecord, other: RunRecord) -> str:
+    """Names the first difference; of gradients the last parameter's, with which backward begins."""
+    for number, (one, same) in enumerate(zip(first.steps, other.steps, strict=False), 1):
+        for what, mine, theirs in (
+            ("gradient of", one.gradients, same.gradients),
+            ("parameter", one.parameters, same.parameters),
+        ):
+            # Text, in which nan is the same as nan.
+            apart = [name for name in {**theirs, **mine} if repr(mine.get(name)) != repr(theirs.get(name))]
+            if apart:
+                return f"step {number}, {what} {apart[-1]!r} ({len(apart)} of {len(mine)} differ)"
+    if len(first.steps) != len(other.steps):
+        return f"step {min(len(first.steps), len(other.steps)) + 1}, which one of them does not make: {other.error}"
+    return ""
+
+
+def _run_on(trial: Trial, size: int) -> RunRecord:
+    """Runs the script's first steps on new processes. Returns what rank 0 has recorded."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_MEETING_S))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world["OMP_NUM_THREADS"] = "1"  # products of matrices may depend on it
+    task = {"variant": asdict(Variant("drivetrain", {})), "steps": trial.steps, "prints": True, "noise": 0.0}
+    task |= {"store": ("127.0.0.1", store.port) if size > 1 else None, "key": f"drivetrain-try/{size}"}
+    with tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as name:
+        folders = [Path(name) / str(rank) for rank in range(size)]
+        with contextlib.ExitStack() as stack:
+            processes = []
+            for rank, folder in enumerate(folders):
+                folder.mkdir()
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = start("drivetrain.trial.script", trial, folder, {**world, **own}, task)
+                processes.append(process)
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+            _wait(processes, trial.limit_s)
+        records = [read(folder, f"{trial.script} on {size} ranks gave no record") for folder in folders]
+    return RunRecord.of(records[0])
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Waits until all have ended, or one has failed, or the limit is over."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        if any(process.poll() not in (None, 0) for process in processes):
+            return
+        time.sleep(0.05)

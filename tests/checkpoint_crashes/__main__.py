@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from checkpoint_crashes import damage, group_signals, harness, resumes, signals, writes
+from checkpoint_crashes import damage, group_signals, harness, moves, resumes, signals, writes
 
 RECORDED_RUNS = 10
 KINDS = [
     *("kill -9 of one rank", "kill -9 of one of two ranks", "kill -9, encrypted"),
     *("power cut", "power cut, encrypted", "flipped bit", "SIGTERM", "signal to a job with workers"),
     *("write between steps", "damage of files and their copies", "resume of a loop"),
+    "move to other numbers of ranks",
 ]
 SIGNALS_PER_ROUND = 10  # one signal for so many rounds of the other kinds, because each starts a training
 
@@ -80,6 +81,7 @@ def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[tuple[int,
     yield "SIGTERM", signals.signal_rounds(folder, some)
     yield "signal to a job with workers", group_signals.group_rounds(folder, some)
     yield "resume of a loop", resumes.resume_rounds(folder, some)
+    yield "move to other numbers of ranks", moves.move_rounds(folder, some)
 
 
 if __name__ == "__main__":

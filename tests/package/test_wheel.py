@@ -125,3 +125,25 @@ def test_a_torch_without_a_module_gets_one_sentence(tmp_path: Path) -> None:
     (error,) = [line for line in run.stderr.splitlines() if line.startswith("ImportError")]
     assert f"this wheel of drivetrain serves torch 2.8, 2.9, and torch {torch.__version__} is installed." in error
     assert '"pip install --no-build-isolation --no-deps --force-reinstall --no-binary drivetrain drivetrain"' in error
+
+
+def test_builds_have_their_sources_at_one_place(
+    wheel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc names anonymous namespaces after the folder, so that two checkouts would give different wheels."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    places = []
+    for name in ("one", "other"):
+        (tmp_path / name / "build").mkdir(parents=True)
+        (tmp_path / name / "file.cu").write_text(name)
+        with wheel.at_one_place(tmp_path / name) as place:
+            assert {path.name: path.read_text() for path in place.iterdir()} == {"file.cu": name}
+            places.append(place)
+            with (
+                pytest.raises(SystemExit, match="another build of wheels uses"),
+                wheel.at_one_place(tmp_path / name),
+            ):
+                pass
+        assert not place.exists()
+    assert places[0] == places[1]

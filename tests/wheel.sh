@@ -16,7 +16,7 @@ echo "== sdist"
 "$python" -m pip install --quiet build
 "$python" -m build --sdist --no-isolation --outdir dist . > "$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
 echo "== wheel, from the sdist"
-source=build/wheels/sdist # not below $work: a build knows its folder, and repeats what has changed
+source=build/wheels/sdist
 rm -rf "$source"
 mkdir -p "$source"
 tar -xzf dist/*.tar.gz -C "$source" --strip-components 1

@@ -69,10 +69,10 @@ def environment_with(folder: Path, *packages: str, options: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
-def at_one_place(source: Path) -> Iterator[Path]:
-    """Copies the sources to the same folder in every build, and yields it.
+def at_one_place(source: Path, time_s: int) -> Iterator[Path]:
+    """Copies the sources to the same folder in every build, gives all of them this time, and yields the folder.
 
-    nvcc names anonymous namespaces after the folder of a file, so that kernels would depend on it.
+    nvcc names anonymous namespaces after the folder of a file, and its line tables have the times of files.
     """
     folder = Path(tempfile.gettempdir()) / "drivetrain-wheel-sources"
     with folder.with_suffix(".lock").open("w") as lock:
@@ -82,13 +82,16 @@ def at_one_place(source: Path) -> Iterator[Path]:
             raise SystemExit(f"wheels.py: another build of wheels uses {folder}: let it end first") from None
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*NO_SOURCES))
+        for path in folder.rglob("*"):
+            os.utime(path, (time_s, time_s))
         yield folder
         shutil.rmtree(folder)
 
 
 def build(python: Path, source: Path, release: str, folder: Path, kernels: Path | None, architectures: str) -> Path:
-    """Builds the wheel for one torch, as far as sources have changed, and unpacks it. Returns the folder."""
-    shutil.rmtree(folder / release, ignore_errors=True)
+    """Builds the wheel for one torch, and unpacks it. Returns the folder."""
+    for name in ("build", release):  # by the times of the sources nothing would have changed since the last build
+        shutil.rmtree(folder / name, ignore_errors=True)
     for old in folder.glob("*.whl"):
         old.unlink()
     options = {
@@ -199,7 +202,7 @@ def main() -> int:
     work = REPOSITORY / "build/wheels/cp{}{}".format(*sys.version_info)
     unpacked: dict[str, Path] = {}
     kernels = args.kernels
-    with at_one_place(args.source) as source:
+    with at_one_place(args.source, int(os.environ["SOURCE_DATE_EPOCH"])) as source:
         for release in args.torch:
             begin = time.monotonic()
             folder = work / f"torch-{release}"

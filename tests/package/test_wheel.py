@@ -130,19 +130,20 @@ def test_a_torch_without_a_module_gets_one_sentence(tmp_path: Path) -> None:
 def test_builds_have_their_sources_at_one_place(
     wheel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nvcc names anonymous namespaces after the folder, so that two checkouts would give different wheels."""
+    """nvcc's kernels have the folder and the time of a source, so that two checkouts would give different wheels."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     places = []
     for name in ("one", "other"):
         (tmp_path / name / "build").mkdir(parents=True)
         (tmp_path / name / "file.cu").write_text(name)
-        with wheel.at_one_place(tmp_path / name) as place:
-            assert {path.name: path.read_text() for path in place.iterdir()} == {"file.cu": name}
+        with wheel.at_one_place(tmp_path / name, 1_700_000_000) as place:
+            (file,) = place.iterdir()
+            assert (file.name, file.read_text(), file.stat().st_mtime) == ("file.cu", name, 1_700_000_000)
             places.append(place)
             with (
                 pytest.raises(SystemExit, match="another build of wheels uses"),
-                wheel.at_one_place(tmp_path / name),
+                wheel.at_one_place(tmp_path / name, 1_700_000_000),
             ):
                 pass
         assert not place.exists()

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import drivetrain
 from drivetrain import DistributedDataParallel
-from drivetrain.checkpointing import Checkpointer
+from drivetrain.checkpointing import Checkpointer, continue_in_place
 from drivetrain.data import ResumableSampler
 from warm_python import warm_context
 
@@ -68,15 +68,28 @@ def make(name: str) -> tuple[nn.Module, TensorDataset]:
     return TinyResNet(), TensorDataset(torch.randn(100, 3, 6, 6, generator=rng), torch.arange(100) % 10)
 
 
-def train(name: str, folder: Path, life: int, rank: int, size: int, death: tuple[int, float] | None) -> None:
-    """Trains as one rank from the newest checkpoint on, and notes the bits of every step.
+def train(
+    name: str, folder: Path, life: int, rank: int, size: int, death: tuple[int, float] | None, in_place: bool
+) -> None:
+    """Trains as one rank. in_place: ranks continue in this process once others have died."""
+    torch.set_num_threads(1)
+    os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)  # ranks of a dead one say a lot
+    limit = LIMIT_S / 6 if in_place else LIMIT_S  # some of gloo's collectives notice a death by their timeout only
+    store = dist.FileStore(str(folder / f"store-{life}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
+    if in_place:
+        continue_in_place(lambda: train_in_group(name, folder, death), folder / "checkpoints", timeout=LIMIT_S)
+    else:
+        train_in_group(name, folder, death)
+    dist.destroy_process_group()
+
+
+def train_in_group(name: str, folder: Path, death: tuple[int, float] | None) -> None:
+    """Trains from the newest checkpoint on, and notes the bits of every step.
 
     death: the step at which this rank begins to die, and the seconds until it does.
     """
-    torch.set_num_threads(1)
-    os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)  # ranks of a dead one say a lot
-    store = dist.FileStore(str(folder / f"store-{life}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
+    rank = dist.get_rank()
     model, dataset = make(name)
     torch.manual_seed(3 + rank)
     wrapped = DistributedDataParallel(model, logical_ranks=PARTS)
@@ -101,7 +114,6 @@ def train(name: str, folder: Path, life: int, rank: int, size: int, death: tuple
                 ckpt.step()
                 if ckpt.steps == WINDOWS:
                     break
-    dist.destroy_process_group()
 
 
 def note(log: Path, step: int, model: nn.Module, optimizer: Any) -> None:
@@ -117,21 +129,23 @@ def _die_after(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def live(name: str, folder: Path, life: int, size: int, death: tuple[int, int, float] | None) -> list[int | None]:
-    """Runs the ranks of one life, and ends all once one has died. Returns their exit codes.
+def live(
+    name: str, folder: Path, life: int, size: int, deaths: Mapping[int, tuple[int, float]], in_place: bool = False
+) -> list[int | None]:
+    """Runs the ranks of one life, and returns their exit codes.
 
-    death: rank, step, delay.
+    deaths: step and delay, by rank. Unless the others continue in place, all end once one has died.
     """
     context = warm_context()
-    ranks = []
-    for rank in range(size):
-        of_rank = death[1:] if death is not None and death[0] == rank else None
-        ranks.append(context.Process(target=train, args=(name, folder, life, rank, size, of_rank)))
+    ranks = [
+        context.Process(target=train, args=(name, folder, life, rank, size, deaths.get(rank), in_place))
+        for rank in range(size)
+    ]
     for process in ranks:
         process.start()
     end = time.monotonic() + LIMIT_S
     while any(process.is_alive() for process in ranks) and time.monotonic() < end:
-        if any(process.exitcode not in (None, 0) for process in ranks):
+        if not in_place and any(process.exitcode not in (None, 0) for process in ranks):
             break
         time.sleep(0.01)
     for process in ranks:
@@ -150,12 +164,12 @@ def move_round(name: str, folder: Path, seed: int) -> list[str]:
     steps = [*sorted(rng.sample(range(WINDOWS - 1), 2)), None]
     (folder / "whole").mkdir(parents=True)
     (folder / "moved").mkdir()
-    if any(codes := live(name, folder / "whole", 0, rng.choice(SIZES), None)):
+    if any(codes := live(name, folder / "whole", 0, rng.choice(SIZES), {})):
         return [f"the ranks of the whole run ended with {codes}"]
     sizes = rng.sample(SIZES, 3)
     for life, (size, step) in enumerate(zip(sizes, steps, strict=True)):
-        death = None if step is None else (rng.randrange(size), step, rng.random() * 0.05)
-        codes = live(name, folder / "moved", life, size, death)
+        deaths = {} if step is None else {rng.randrange(size): (step, rng.random() * 0.05)}
+        codes = live(name, folder / "moved", life, size, deaths)
         if step is None and any(codes):
             return [f"the last ranks ended with {codes}"]
     want, got = lines_of(folder / "whole"), lines_of(folder / "moved")

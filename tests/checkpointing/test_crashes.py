@@ -66,6 +66,15 @@ def test_runs_with_logical_ranks_move_to_other_numbers_of_ranks(tmp_path: Path) 
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 
+def test_survivors_with_logical_ranks_continue_with_the_same_bits(tmp_path: Path) -> None:
+    for place in ("whole", "left"):
+        (tmp_path / place).mkdir()
+    assert moves.live("gpt", tmp_path / "whole", 0, 8, {}) == [0] * 8
+    codes = moves.live("gpt", tmp_path / "left", 0, 4, {1: (4, 0.0), 3: (4, 0.0)}, in_place=True)
+    assert codes == [0, -9, 0, -9], (tmp_path / "left" / "errors").read_text()
+    assert moves.lines_of(tmp_path / "left") == moves.lines_of(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path, is_encrypted: bool) -> None:
     directory, calls = harness.record_saves(server, tmp_path, 3, is_encrypted)

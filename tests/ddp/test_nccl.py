@@ -107,9 +107,7 @@ def faked(fakes: Path, version: str = LATEST, fault: str = "", timeout_s: float 
     os.environ.update(FAKE_NCCL_LOG=str(log), FAKE_NCCL_FAULT=fault)
     original = transport.make_comm
     library = str(fakes / f"libnccl_{version}.so")
-    transport.make_comm = lambda choice, group, device, wire_dtype: fake_nccl.nccl_comm(
-        library, group.group_name, timeout_s
-    )
+    transport.make_comm = lambda choice, group, *_: fake_nccl.nccl_comm(library, group.group_name, timeout_s)
     try:
         yield lambda: log.read_text().splitlines()
     finally:

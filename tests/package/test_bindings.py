@@ -102,6 +102,7 @@ def make_reducer(model: nn.Module, comm: _C.Comm) -> _C.Reducer:
         plan_from_measurement=False,
         wrapper="stress",
         gradients_stay_views=False,
+        logical_ranks=0,
     )
 
 

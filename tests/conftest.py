@@ -3,6 +3,7 @@
 import gc
 import os
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,18 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.set_default_device(None if request.param == "cpu" else request.param)
     yield request.param
     torch.set_default_device(None)
+
+
+@pytest.fixture
+def in_warm_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes an empty folder the current one, in which `drivetrain try` and `explain` start scripts in milliseconds."""
+    from drivetrain.trial import runs
+    from warm_python import warm_python
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr(runs, "_FIXED", {})  # a warm interpreter has its seed already
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from drivetrain.cli import main
 from drivetrain.data import LeaveOut
 from drivetrain.spikes.record import Batch, RecordedSteps, SeenStep
 from drivetrain.spikes.search import Explanation, Runs, Sample, explain, fewest, replacements
-from drivetrain.trial import runs
 from effort import IS_WHOLE
 from warm_python import installed_frameworks, warm_environ, warm_python
 
@@ -159,15 +158,6 @@ def order_of_sampler() -> list[int]:
 
 def files_in(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture
-def in_warm_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes an empty folder the current one. Processes start in milliseconds."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", warm_python())
-    monkeypatch.setattr(runs, "_FIXED", {})  # a warm interpreter has its seed already
-    return tmp_path
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from drivetrain.cli import main
-from drivetrain.trial import runs, script
+from drivetrain.trial import script
 from drivetrain.trial.compare import parting
 from drivetrain.trial.record import RunRecord, Step
 from warm_python import warm_environ, warm_python
@@ -83,11 +82,8 @@ FAULTS = {
 
 
 @pytest.fixture
-def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Tried]:
-    """Runs `drivetrain try` on a script in an empty folder, whose processes start in milliseconds."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", warm_python())
-    monkeypatch.setattr(runs, "_FIXED", {})  # a warm interpreter has its seed already
+def tried(in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Tried]:
+    """Runs `drivetrain try` on a script in an empty folder."""
 
     def run(script: str, *options: str) -> Tried:
         Path("train.py").write_text(script)

@@ -70,12 +70,20 @@ def _fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _same_threads_and_isa() -> Iterator[None]:
+    """Takes back what a test sets for all of the process, which would change the bits of later tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    _C.force_isa("")
+
+
 @pytest.fixture(params=_C.available_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest) -> str:
     """Runs the test once for each instruction set of this processor."""
     _C.force_isa(request.param)
-    yield request.param
-    _C.force_isa("")
+    return str(request.param)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -228,22 +228,18 @@ def assert_same_bits_everywhere(
     start: list[Tensor], make: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int = 2
 ) -> None:
     """Checks that parameters and states after a few steps depend on neither instruction set nor number of threads."""
-    results, threads = [], torch.get_num_threads()
-    try:
-        for isa in _C.available_isas():
-            for count in (1, 2, 3):
-                _C.force_isa(isa)
-                torch.set_num_threads(count)
-                torch.manual_seed(1)
-                params = copies(start)
-                optimizer = make(params)
-                for _ in range(steps):
-                    set_grads(params)
-                    optimizer.step()
-                results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
-    finally:
-        _C.force_isa("")
-        torch.set_num_threads(threads)
+    results = []
+    for isa in _C.available_isas():
+        for count in (1, 2, 3):
+            _C.force_isa(isa)
+            torch.set_num_threads(count)
+            torch.manual_seed(1)
+            params = copies(start)
+            optimizer = make(params)
+            for _ in range(steps):
+                set_grads(params)
+                optimizer.step()
+            results.append([p.detach() for p in params] + [v for p in params for v in optimizer.state[p].values()])
     for other in results[1:]:
         assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
 

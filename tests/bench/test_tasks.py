@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import drivetrain
 
@@ -29,11 +28,9 @@ NEEDS = {"fine_tuning": "transformers", "diffusion": "matplotlib"}
 
 
 @pytest.fixture
-def state_of_the_process() -> Iterator[None]:
-    """Restores what a task changes: torch's threads, and the names that fine_tuning replaces."""
-    threads = torch.get_num_threads()
+def _names_restored() -> Iterator[None]:
+    """Restores the names that fine_tuning replaces."""
     yield
-    torch.set_num_threads(threads)
     drivetrain.uninstall()
 
 
@@ -46,7 +43,7 @@ def train(task: ModuleType, engine: str, out: Path, monkeypatch: pytest.MonkeyPa
     return metrics
 
 
-@pytest.mark.usefixtures("state_of_the_process")
+@pytest.mark.usefixtures("_names_restored")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own Adagrad
 @pytest.mark.parametrize("name", compare_tasks.TASKS)
 def test_both_engines_train_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +92,7 @@ def test_the_comparison_fails_where_losses_differ(
     assert "time per step" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("state_of_the_process")
+@pytest.mark.usefixtures("_names_restored")
 def test_a_task_stops_at_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = importlib.import_module("image_classification")
     for target, steps in ((1e-6, 1), (1.5, STEPS)):  # no accuracy is above 1

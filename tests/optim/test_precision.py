@@ -40,12 +40,9 @@ def test_the_split_over_all_mantissas(remainder_bits: int, exponent: int) -> Non
         nan = values.isnan()
         for isa in _C.available_isas():
             _C.force_isa(isa)
-            try:
-                param = torch.empty_like(values, dtype=torch.bfloat16)
-                remainder = _C.optim_store_param(param, values, dtype)
-                loaded = _C.optim_load_param(param, remainder)
-            finally:
-                _C.force_isa("")
+            param = torch.empty_like(values, dtype=torch.bfloat16)
+            remainder = _C.optim_store_param(param, values, dtype)
+            loaded = _C.optim_load_param(param, remainder)
             assert torch.equal(param.view(torch.int16), halves)
             assert torch.equal(remainder.short(), remainders)
             assert torch.equal(param.isnan(), nan)
@@ -333,19 +330,16 @@ def test_bfloat16_keeps_special_values_on_every_instruction_set(rule: type, tail
     grads = [[finite[torch.randint(len(finite), (size,))].bfloat16() for size in sizes] for _ in range(3)]
     options = {"momentum": 0.5} if rule is optim.SGD else {}
     found = []
-    try:
-        for isa in _C.available_isas():
-            _C.force_isa(isa)
-            params = [value.clone().requires_grad_() for value in values]
-            optimizer = rule(params, lr=1e-40, **options, **tail)
-            for step in grads:
-                for param, grad in zip(params, step, strict=True):
-                    param.grad = grad.clone()
-                optimizer.step()
-            state = [v for p in params for v in optimizer.state[p].values() if isinstance(v, Tensor)]
-            found.append([p.detach() for p in params] + [p.grad for p in params] + state)
-    finally:
-        _C.force_isa("")
+    for isa in _C.available_isas():
+        _C.force_isa(isa)
+        params = [value.clone().requires_grad_() for value in values]
+        optimizer = rule(params, lr=1e-40, **options, **tail)
+        for step in grads:
+            for param, grad in zip(params, step, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+        state = [v for p in params for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+        found.append([p.detach() for p in params] + [p.grad for p in params] + state)
     assert any((v.abs() < 2.0**-126).logical_and(v != 0).any() for v in found[0] if v.dtype == torch.bfloat16)
     for other in found[1:]:
         assert all(same_bits(a, b) for a, b in zip(found[0], other, strict=True))

@@ -77,21 +77,17 @@ def test_clipping_without_a_scaler_has_torchs_bits(dtype: torch.dtype, max_norm:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_on_many_threads_have_torchs_bits(dtype: torch.dtype) -> None:
     """Each thread computes norms of its own. torch's function computes them one after the other."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)
-        sizes = [1, 7, 300_001, 64, 0, 1031, 100_000, 17]
-        params = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
-        ours, theirs = Loop(True, params, adamw), Loop(False, copy.deepcopy(params), adamw)
-        for _ in range(5):
-            set_scaled_grads(ours, theirs)
-            both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))
-            both(ours, theirs, lambda loop: loop.clip(loop.params, 1.0))
-            both(ours, theirs, lambda loop: loop.scaler.step(loop.optimizer))
-            both(ours, theirs, lambda loop: loop.scaler.update())
-            assert_same_bits(ours, theirs)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(4)
+    sizes = [1, 7, 300_001, 64, 0, 1031, 100_000, 17]
+    params = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+    ours, theirs = Loop(True, params, adamw), Loop(False, copy.deepcopy(params), adamw)
+    for _ in range(5):
+        set_scaled_grads(ours, theirs)
+        both(ours, theirs, lambda loop: loop.scaler.unscale_(loop.optimizer))
+        both(ours, theirs, lambda loop: loop.clip(loop.params, 1.0))
+        both(ours, theirs, lambda loop: loop.scaler.step(loop.optimizer))
+        both(ours, theirs, lambda loop: loop.scaler.update())
+        assert_same_bits(ours, theirs)
 
 
 def test_hooks_on_steps_see_torchs_gradients() -> None:

@@ -107,7 +107,6 @@ def test_instruction_sets_agree_on_bits(dtype: torch.dtype, size: int) -> None:
         got = packed(x)
         assert torch.equal(got.bytes, want.bytes)
         assert_bits(_C.unpack(want), x)
-    _C.force_isa("")
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool], ids=str)
@@ -165,10 +164,7 @@ def test_any_bits(size_of_element: int) -> None:
                 isas[isa] = small.bytes.tolist()
         assert len({tuple(found) for found in isas.values()}) <= 1
 
-    try:
-        check()
-    finally:
-        _C.force_isa("")
+    check()
 
 
 def awkward(dtype: torch.dtype, size: int) -> Tensor:
@@ -279,14 +275,11 @@ def test_ten_million(packing: str, dtype: torch.dtype) -> None:
     if packing == "bits":
         assert _C.pack(x, "bits") is None
         x = (x > 0).to(dtype) / 0.9
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            small = packed(x, packing)
-            results.append((small, _C.unpack(small)))
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        small = packed(x, packing)
+        results.append((small, _C.unpack(small)))
     (small, y), (other, z) = results
     assert torch.equal(small.bytes, other.bytes)
     assert_bits(y, z)

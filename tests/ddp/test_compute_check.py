@@ -6,12 +6,14 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +21,11 @@ from drivetrain import DistributedDataParallel, check_compute, optim
 from drivetrain.compute_check import ComputeError
 from effort import SEED, rounds
 from ranks import run_on
+
+
+def flip_grad(param: Tensor, bit: int = 20) -> None:
+    assert param.grad is not None
+    flip(param.grad, bit)
 
 
 def flip(values: Tensor, bit: int = 20) -> None:
@@ -194,6 +201,84 @@ def test_a_healthy_run_keeps_its_bits(kind: Any) -> None:
         results.append([*model.parameters(), *model.buffers(), torch.get_rng_state()])
     for one, *others in zip(*results, strict=True):
         assert all(torch.equal(one, other) for other in others)
+
+
+# ---- Sums of the all-reduce.
+
+
+def at_end_of_reduction(model: nn.Module, call: Callable[[], None]) -> None:
+    """Calls something once the next backward has reduced the gradients, before the check reads them."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    waiting = [call]
+
+    def on_grad(grad: Tensor) -> None:
+        if waiting:
+            own = waiting.pop()
+            queue(lambda: queue(own))
+
+    for param in model.parameters():
+        param.register_hook(on_grad)
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, TorchDDP])
+@pytest.mark.parametrize(("wrong", "on_error"), [((0, 1, 2), "raise"), ((0, 1, 2), "skip"), ((1,), "raise")])
+@run_on(3)
+def test_a_wrong_sum_is_found(kind: Any, wrong: tuple[int, ...], on_error: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+
+    def before(step: int) -> None:
+        if step == 4 and dist.get_rank() in wrong:
+            at_end_of_reduction(net, partial(flip_grad, net.spectral.parametrizations.weight.original))
+
+    if on_error == "skip":
+        check, _ = train(net, 8, before, kind, on_error="skip")
+        (error,) = check.skipped
+    else:
+        with pytest.raises(ComputeError) as caught:
+            train(net, 8, before, kind)
+        error = caught.value
+    assert (error.ranks, error.step) == (wrong, 4)
+    assert error.parameter == "spectral.parametrizations.weight.original"
+    who = "one of the 3 ranks adds wrongly" if len(wrong) == 3 else r"rank 1 \(.*\) has received, or keeps, other sums"
+    text = rf"all-reduce of step 4 gives something else .* in elements 0 to 63 of '{re.escape(error.parameter)}': {who}"
+    assert re.search(text, str(error)), error
+
+
+def clamp_grad(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.clamp_(-5e-5, 5e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", [DistributedDataParallel, TorchDDP])
+@run_on(3)
+def test_sums_of_other_loops_raise_no_alarm(kind: Any, dtype: torch.dtype) -> None:
+    """Gradients that are clipped, scaled, kept from the step before, clamped by a hook, or compressed."""
+    for case in ("clipped", "scaled", "kept", "clamped", "compressed", "huge"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 50)).to(dtype)
+        model = kind(net)
+        check = check_compute(model, every=1)
+        if case == "clamped":
+            for param in net.parameters():
+                param.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
+                param.register_post_accumulate_grad_hook(clamp_grad)
+        if case == "compressed" and dtype == torch.float32:
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        torch.manual_seed(dist.get_rank())
+        for step in range(8):
+            if case != "kept" or step % 4 == 0:
+                optimizer.zero_grad()
+            scale = {"scaled": 1024.0, "huge": torch.finfo(dtype).max}.get(case, 1.0)
+            (model(torch.randn(5, 24).to(dtype)).square().mean() * scale).backward()
+            if case == "clipped":
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            if case == "huge":
+                optimizer.zero_grad()
+            optimizer.step()
+        assert check.checks == 8, case
 
 
 @run_on(2)
@@ -372,7 +457,7 @@ def test_drawn_faults_are_found(part: int) -> None:
     draw = random.Random(SEED + part)
     for _ in range(rounds(6, 50)):
         kind, culprit, at, bit = (
-            draw.choice(["weight", "state", "gradient", "activation", "backward"]),
+            draw.choice(["weight", "state", "gradient", "activation", "backward", "sum"]),
             draw.randrange(3),
             draw.randrange(1, 5),
             draw.randrange(20, 27),  # larger exponents end in nan on all ranks
@@ -387,6 +472,8 @@ def test_drawn_faults_are_found(part: int) -> None:
         for step in range(at + 40):
             is_now = step == at and dist.get_rank() == culprit
             params = list(net.parameters())
+            if step == at and kind == "sum":
+                at_end_of_reduction(net, partial(flip_grad, params[target], bit))
             if is_now and kind in ("activation", "backward"):
                 FAULTS[kind](net)
             loss = model(torch.randn(5, 6))["out"][0].square().mean()
@@ -406,7 +493,7 @@ def test_drawn_faults_are_found(part: int) -> None:
                 found = error
                 break
         assert found is not None, (kind, culprit, at, bit)
-        assert found.ranks == (culprit,), (kind, culprit, at, bit, str(found))
+        assert found.ranks == ((0, 1, 2) if kind == "sum" else (culprit,)), (kind, culprit, at, bit, str(found))
         # Dropout may hide the wrong element for some steps.
         assert at <= found.step <= at + (39 if kind in FAULTS and kind != "weight" else 3), (kind, at, str(found))
 

@@ -27,6 +27,7 @@ from ..ddp.gather import gather_objects
 from ..ddp.transport import checking_group
 from ..planner.calibrate import processor_name
 from .repeat import RecordedStep, before, hash_of, repeat, results_of
+from .sums import Sums
 
 _MOST_MISSED = 8  # steps in a row that cannot be checked
 
@@ -123,6 +124,8 @@ class ComputeCheck:
         self._is_wanted = False
         self._stepping: torch.optim.Optimizer | None = None  # whose step runs now, perhaps with others inside of it
         self._pass: RecordedStep | None = None
+        self._sums: Sums | None = None
+        self._has_sums: bool | None = None  # None until a step has shown that reduced gradients are sums
         self._of_params: list[Any] = []  # handles of hooks
         self._handles = [
             model.register_forward_pre_hook(_WeakHook(self, "_begin")),
@@ -168,10 +171,10 @@ class ComputeCheck:
         """Records the pass that has begun, once the wrapper has broadcast rank 0's buffers."""
         if self._is_wanted:
             self._is_wanted = False
-            self._pass = before(module, (args, kwargs))
+            self._pass, self._sums = before(module, (args, kwargs)), Sums(self._model, self._params)
 
     def _end(self, model: DistributedDataParallel, args: Any, output: Any) -> Any:
-        if (seen := self._pass) is None or self._of_params:
+        if (seen := self._pass) is None or (sums := self._sums) is None or self._of_params:
             return None
 
         def note(place: int, grad: torch.Tensor | None) -> None:
@@ -180,6 +183,8 @@ class ComputeCheck:
 
         def hash_grad(name: str, grad: torch.Tensor) -> None:
             seen.hashes[name] = hash_of(grad)
+            if self._has_sums is not False:
+                sums.note(name, grad)
 
         self._of_params = [
             param.register_hook(partial(hash_grad, name)) for name, param in self._params if param.requires_grad
@@ -199,7 +204,7 @@ class ComputeCheck:
     def _forget(self) -> None:
         for handle in self._of_params:
             handle.remove()
-        self._of_params, self._pass = [], None
+        self._of_params, self._pass, self._sums = [], None, None
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._stepping is optimizer:
@@ -214,14 +219,20 @@ class ComputeCheck:
         ):
             return
         self._stepping = optimizer
-        step, seen, num_forwards = self._step, self._pass, self._num_forwards
+        step, seen, sums, num_forwards = self._step, self._pass, self._sums, self._num_forwards
         self._step, self._num_forwards = step + 1, 0
         if step >= self._due:
             self._forget()
             is_whole = num_forwards == 1 and seen is not None and bool(seen.output_grads)
-            self._compare(step, seen if is_whole else None, optimizer)
+            try:
+                self._compare(step, seen if is_whole else None, sums, optimizer)
+            except ComputeError:
+                self._stepping = None  # this step does not run
+                raise
 
-    def _compare(self, step: int, seen: RecordedStep | None, optimizer: torch.optim.Optimizer) -> None:
+    def _compare(
+        self, step: int, seen: RecordedStep | None, sums: Sums | None, optimizer: torch.optim.Optimizer
+    ) -> None:
         kept = {name: hash_of(param) for name, param in self._params}
         of_states = self._hashes_of_states(optimizer)
         why_not = None
@@ -262,11 +273,37 @@ class ComputeCheck:
         parameter = told_results[witness][0]
         if reason := next((reason for _, reason in told_results if reason), None):
             return self._give_up(reason)
-        if parameter is None:
-            self._missed = 0
-        else:
-            self._accuse(seen, found, (suspect, witness, judge), step, parameter)
+        if parameter is not None:
+            return self._accuse(seen, found, (suspect, witness, judge), step, parameter)
+        self._missed = 0
+        if self._has_sums is not False and sums is not None:
+            self._compare_sums(sums, step)
         return None
+
+    def _compare_sums(self, sums: Sums, step: int) -> None:
+        """Raises ComputeError on every rank, or skips the step, if the all-reduce has given something else than sums.
+
+        The first comparison shows whether the loop leaves gradients as they are. Hooks on parameters may not.
+        """
+        was_compared, *found = sums.compare(self._group)
+        told = gather_objects(found, self._group)
+        ranks = [rank for rank, (_, elements) in enumerate(told) if elements]
+        if self._has_sums is None and was_compared:
+            self._has_sums = not ranks
+        elif ranks:
+            parameter, elements = told[ranks[0]]
+            who = f"one of the {self._size} ranks adds wrongly, or what connects them is at fault"
+            if len(ranks) < self._size:
+                who = f"{self._described(ranks)} has received, or keeps, other sums than the rest"
+            self._raise_or_skip(
+                ComputeError(
+                    f"the all-reduce of step {step} gives something else than the sums of the ranks' gradients, in "
+                    f"{elements}: {who}",
+                    ranks,
+                    step,
+                    parameter,
+                )
+            )
 
     def _miss(self, reason: str) -> None:
         """Leaves the check to a later step."""
@@ -341,6 +378,9 @@ class ComputeCheck:
             step,
             parameter,
         )
+        self._raise_or_skip(error)
+
+    def _raise_or_skip(self, error: ComputeError) -> None:
         if not self._skips:
             raise error
         self.skipped.append(error)

@@ -21,7 +21,7 @@ from drivetrain.cli import main
 from drivetrain.data import LeaveOut
 from drivetrain.spikes.record import Batch, RecordedSteps, SeenStep
 from drivetrain.spikes.search import Explanation, Runs, Sample, explain, fewest, replacements
-from effort import IS_WHOLE
+from effort import IS_WHOLE, SEED, rounds
 from warm_python import installed_frameworks, warm_environ, warm_python
 
 NUM_SAMPLES, BATCH, RANKS = 256, 8, 2
@@ -85,9 +85,12 @@ def test_a_planted_sample_is_named(kind: str) -> None:
 def test_two_samples_of_one_step_are_named() -> None:
     order = training(0, "label of another scale", ()).order  # type: ignore[attr-defined]
     for one, other in ((164, 165), (160, 175), (163, 171)):
-        found = explain(training(0, "label of another scale", [order[one], order[other]]), 100, 10.0)
+        run = training(0, "label of another scale", [order[one], order[other]])
+        found = explain(run, 100, 10.0)
         assert isinstance(found, Explanation)
         assert {sample.index for sample in found.guilty} == {order[one], order[other]}
+        without = [record.steps[found.spike.index] for record in run(found.spike.index + 1, found.guilty)]
+        assert found.after == (max(step.losses[0] for step in without), without[0].norm)
 
 
 def test_no_sample_is_named_where_none_was_planted() -> None:
@@ -270,6 +273,79 @@ def test_loops_of_strangers(loop: str, in_warm_processes: Path, capsys: pytest.C
     assert main(["explain", "--steps", "22", "train.py"]) == 0
     assert "It goes without this sample:\n  index 77" in (said := capsys.readouterr().out)
     assert "Step 20 spikes: " in said
+
+
+DRAWN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed({seed})
+inputs = torch.randn(160, 8)
+targets = torch.tanh(inputs[:, :2].sum(1, keepdim=True)) + 0.1 * torch.randn(160, 1)
+{plant}
+data = TensorDataset(inputs, targets)
+order = torch.Generator().manual_seed({seed})
+loader = DataLoader(data, batch_size={batch}, shuffle=True, generator=order, num_workers={workers})
+model = {model}
+optimizer = torch.optim.{optimizer}(model.parameters(), lr={rate})
+for step, (rows, labels) in enumerate(loader):
+    if {is_hot} and step == {step}:
+        optimizer.param_groups[0]["lr"] = 1e4
+    loss = nn.functional.{loss}_loss(model(rows), labels)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), {clip})
+    optimizer.step()
+    optimizer.zero_grad()
+    if {is_hot} and step == {step}:
+        optimizer.param_groups[0]["lr"] = {rate}
+"""
+DRAWN_PLANTS = (
+    "targets[{index}] *= 4000",
+    "targets[{index}] = float('nan')",
+    "inputs[{index}, 3] = float('nan')",
+    "inputs[{index}] *= -1000; targets[{index}] = 3000",
+)
+DRAWN_MODELS = (
+    "nn.Linear(8, 1)",
+    "nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))",
+    "nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(24, 1))",
+    "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Linear(16, 1))",
+)
+
+
+@pytest.mark.parametrize("number", range(rounds(3, 120)))
+def test_drawn_scripts(number: int, in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each fourth script has no planted sample, and a learning rate that is too high in one step."""
+    draw = random.Random(f"{SEED} {number}")
+    is_hot, batch = number % 4 == 3, draw.choice([4, 8])  # of two samples, a batch has outliers of its own
+    step = draw.randrange(8, 160 // batch - 2)
+    loader = DataLoader(range(160), batch, shuffle=True, generator=torch.Generator().manual_seed(number))  # type: ignore[arg-type]
+    order = [int(index) for indices in loader for index in indices]
+    planted = order[step * batch + draw.randrange(batch)]
+    values = {
+        "seed": number,
+        "plant": "" if is_hot else draw.choice(DRAWN_PLANTS).format(index=planted),
+        "batch": batch,
+        "workers": draw.choice([0, 0, 2]),
+        "model": draw.choice(DRAWN_MODELS),
+        "optimizer": draw.choice(["SGD", "AdamW", "RMSprop"]),
+        "rate": draw.choice([1e-3, 1e-2]),
+        "loss": draw.choice(["mse", "l1"]),
+        "clip": draw.choice([1.0, 1e9]),
+        "is_hot": is_hot,
+        "step": step,
+    }
+    Path("train.py").write_text(DRAWN.format(**values))
+    code = main(["explain", "--json", "found.json", "--steps", "100", "train.py"])
+    said = capsys.readouterr().out
+    if is_hot:
+        assert "goes without" not in said, (values, said)
+        return
+    assert code == 0, (values, said)
+    guilty = [one["index"] for one in json.loads(Path("found.json").read_text())["guilty"]]
+    assert planted in guilty, (values, said)
+    assert len(guilty) <= 2, (values, said)
 
 
 def test_a_rate_that_is_too_high(in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:

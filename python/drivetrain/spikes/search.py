@@ -12,7 +12,7 @@ from .record import RecordedSteps
 _WINDOW = 64  # steps before a step that tell what is usual there
 FEWEST = 8  # of those, below which only values that are not finite are a spike
 _NARROWEST = 0.25  # of the median: batches differ by this much at least, also where the first few happen not to
-_LATEST, _ABOVE_LATEST = 16, 2.0  # steps before a spike whose largest value it exceeds by this factor
+_ABOVE_LARGEST = 0.4  # of the factor; times the largest value before, as losses of small batches have wide tails
 _STEPS_BACK = (1, 4)  # steps whose samples are tried: a loader may fetch ahead, and a step may spoil the next ones
 _DONORS = 16  # batches before those, whose samples are harmless
 
@@ -52,8 +52,7 @@ def spike_at(ranks: Runs, index: int, factor: float) -> Spike | None:
     """Returns what spikes at a step, or None.
 
     A value spikes if it is not finite. It also does if it is above the median of the steps before by `factor` scaled
-    median absolute deviations (Leys et al. 2013). It must then be twice the largest value of the latest steps as well,
-    because losses of small batches have wide tails.
+    median absolute deviations (Leys et al. 2013). It must then exceed the largest of them 0.4 x `factor` times.
     """
     found: list[tuple[float, Spike]] = []
     for name, values in _watched(ranks, index):
@@ -65,7 +64,7 @@ def spike_at(ranks: Runs, index: int, factor: float) -> Spike | None:
         elif len(before) >= FEWEST:
             spread = 1.4826 * statistics.median(abs(one - usual) for one in before)
             above = (value - usual) / max(spread, _NARROWEST * abs(usual), 1e-30)
-            if above > factor and value > _ABOVE_LATEST * max(before[-_LATEST:]):
+            if above > factor and value > max(1.0, _ABOVE_LARGEST * factor) * max(before):
                 found.append((above, Spike(index, name, value, usual)))
     return max(found, key=lambda one: one[0])[1] if found else None
 

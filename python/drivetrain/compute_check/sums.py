@@ -18,7 +18,7 @@ class Sums:
 
     Args:
         model: The wrapper. It may multiply all gradients by a factor, such as one over the number of ranks.
-        params: What it reduces, with names.
+        params: The parameters that it reduces, with names.
     """
 
     def __init__(self, model: DistributedDataParallel, params: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -47,8 +47,8 @@ class Sums:
         """Compares sums over ranks, all of which must call this.
 
         Returns:
-            Whether that was possible. Then a parameter, and which of its elements, if rounding cannot explain how
-            far their sum is from the sum of the ranks' own; otherwise two empty texts.
+            True if that was possible. Then a parameter and which of its elements have a sum that rounding cannot
+            explain, or two empty texts.
         """
         blocks = [(name, begin, param) for name, param in self._params for begin in range(0, param.numel(), _BLOCK)]
         zeros = {name: torch.zeros(2, -(-param.numel() // _BLOCK)) for name, param in self._params}

@@ -11,6 +11,9 @@ from typing import Any
 # difference of the tensors, whatever their values are.
 Print = tuple[float, float]
 
+# A module's arguments or results by name, and the prints of their tensors.
+ModuleCall = tuple[str, list[Print]]
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -45,6 +48,7 @@ class Step:
     seconds: float = 0.0  # since the step before, without the work of the recorder
     gradients: dict[str, Print] = field(default_factory=dict)  # before the step, by parameter
     parameters: dict[str, Print] = field(default_factory=dict)  # after the step
+    calls: list[ModuleCall] = field(default_factory=list)  # in its forward passes, if they were asked for
 
 
 @dataclass

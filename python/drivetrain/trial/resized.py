@@ -15,6 +15,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..notebook import text_table
+from .module_calls import first_difference
 from .record import RunRecord, Variant
 from .runs import Trial, TrialError, read, start
 
@@ -64,6 +65,8 @@ def describe(runs: Sequence[Resized]) -> str:
 def _parting(first: RunRecord, other: RunRecord) -> str:
     """Names the first difference; of gradients the last parameter's, with which backward begins."""
     for number, (one, same) in enumerate(zip(first.steps, other.steps, strict=False), 1):
+        if difference := first_difference(one.calls, same.calls):
+            return f"step {number}, {difference}"
         for what, mine, theirs in (
             ("gradient of", one.gradients, same.gradients),
             ("parameter", one.parameters, same.parameters),
@@ -78,14 +81,20 @@ def _parting(first: RunRecord, other: RunRecord) -> str:
 
 
 def _run_on(trial: Trial, size: int) -> RunRecord:
-    """Runs the script's first steps on new processes. Returns what rank 0 has recorded."""
+    """Runs the script's first steps on new processes. Returns rank 0's record, with the calls of all ranks."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_MEETING_S))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     world["OMP_NUM_THREADS"] = "1"  # products of matrices may depend on it
-    task = {"variant": asdict(Variant("drivetrain", {})), "steps": trial.steps, "prints": True, "noise": 0.0}
+    task = {
+        "variant": asdict(Variant("drivetrain", {})),
+        "steps": trial.steps,
+        "prints": True,
+        "calls": True,
+        "noise": 0.0,
+    }
     task |= {"store": ("127.0.0.1", store.port) if size > 1 else None, "key": f"drivetrain-try/{size}"}
     with tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as name:
         folders = [Path(name) / str(rank) for rank in range(size)]
@@ -100,7 +109,10 @@ def _run_on(trial: Trial, size: int) -> RunRecord:
                 stack.callback(process.kill)
             _wait(processes, trial.limit_s)
         records = [read(folder, f"{trial.script} on {size} ranks gave no record") for folder in folders]
-    return RunRecord.of(records[0])
+    ranks = [RunRecord.of(record) for record in records]
+    for step, *others in zip(*(rank.steps for rank in ranks), strict=False):
+        step.calls += [call for other in others for call in other.calls]  # in the order of logical ranks
+    return ranks[0]
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:

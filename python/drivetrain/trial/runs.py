@@ -109,7 +109,7 @@ class Runs:
         Raises:
             TrialError: There is no record.
         """
-        task = {"variant": asdict(variant), "prints": prints, "noise": noise}
+        task = {"variant": asdict(variant), "prints": prints, "calls": False, "noise": noise}
         return RunRecord.of(self.start("drivetrain.trial.script", task, f" under {variant.name}"))
 
     def start(self, module: str, task: dict[str, Any], how: str = "") -> dict[str, Any]:

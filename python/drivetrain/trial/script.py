@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -29,6 +28,7 @@ from ..planner.main_script import load_script
 from ..planner.period import Enough
 from ..planner.shadow import Shadow
 from .budgeted import BudgetedCalls
+from .module_calls import ModuleCalls, names_in_largest
 from .record import Print, RunRecord, Step, Variant
 
 _END_S = 120.0  # the longest wait for the other ranks at the end
@@ -43,21 +43,27 @@ class StepRecorder:
         num_steps: Calls of optimizers' `step`, after which `Enough` is raised.
         takes_prints: Also takes prints of gradients and parameters, which are not in the times.
         noise: Relative size of a change that is made to each parameter before the first step; 0: none.
+        takes_calls: Also takes prints of what modules take and return.
         end_of_planning: Is called once every model has been trained, as two models may have a step each.
     """
 
-    def __init__(self, num_steps: int, takes_prints: bool, noise: float, end_of_planning: Callable[[], None]) -> None:
+    def __init__(
+        self, num_steps: int, takes_prints: bool, noise: float, takes_calls: bool, end_of_planning: Callable[[], None]
+    ) -> None:
         self.record = RunRecord()
         self._end_of_planning = end_of_planning
         self._num_steps, self._takes_prints, self._noise = num_steps, takes_prints, noise
         self._signs = torch.empty(0)
         self._names: dict[int, str] = {}
         self._step = Step()
+        self._calls = ModuleCalls(self._print) if takes_calls else None
         self._begin = time.perf_counter()
 
     def begin(self) -> None:
         """Follows backward passes and optimizers from now on."""
         follow_losses(lambda losses: self._step.losses.extend(losses))
+        if self._calls is not None:
+            self._calls.begin()
         enter = torch.autocast.__enter__
 
         def enter_autocast(context: torch.autocast) -> Any:
@@ -79,6 +85,8 @@ class StepRecorder:
             self._note_dtypes(param.dtype for param in params)
             if self._noise:
                 self._disturb(params)
+        if self._calls is not None:
+            self._step.calls = self._calls.take()
         if self._takes_prints:
             self._step.gradients = self._prints({name: param.grad for name, param in self._named(params).items()})
         self._begin = time.perf_counter()
@@ -102,10 +110,9 @@ class StepRecorder:
     def _named(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns parameters by their names in the script's largest module, without the names of wrappers."""
         if any(id(param) not in self._names for param in params):
-            modules = [one for one in gc.get_objects() if isinstance(one, nn.Module)]
-            for module in sorted(modules, key=lambda one: -sum(1 for _ in one.modules())):
-                for name, param in module.named_parameters():
-                    self._names.setdefault(id(param), name.removeprefix("module."))
+            for name, module in names_in_largest():
+                for own, param in module.named_parameters(recurse=False):
+                    self._names.setdefault(id(param), f"{name}.{own}" if name else own)
         return {self._names.get(id(param), f"parameter {index}"): param for index, param in enumerate(params)}
 
     def _prints(self, tensors: dict[str, Tensor | None]) -> dict[str, Print]:
@@ -271,11 +278,11 @@ def main(task: dict[str, Any]) -> NoReturn:
     """Runs a script as `task` says, writes the record and ends the process.
 
     Args:
-        task: As for `run_script` and `leave`, and "variant", "steps", "prints", "noise" and the file "record".
+        task: As for `run_script` and `leave`, and "variant", "steps", "prints", "calls", "noise" and the file "record".
     """
     variant = Variant(**task["variant"])
     budgeted = BudgetedCalls(variant.budget)
-    recorder = StepRecorder(task["steps"], task["prints"], task["noise"], budgeted.end)
+    recorder = StepRecorder(task["steps"], task["prints"], task["noise"], task["calls"], budgeted.end)
     record, shadow = recorder.record, Shadow(task["folder"], "a script under trial")
     before = _network_bytes()
     if not variant.is_torch:

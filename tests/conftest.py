@@ -97,12 +97,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def in_warm_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes an empty folder the current one, in which `drivetrain try` and `explain` start scripts in milliseconds."""
-    from drivetrain.trial import runs
     from warm_python import warm_python
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", warm_python())
-    monkeypatch.setattr(runs, "_FIXED", {})  # a warm interpreter has its seed already
     return tmp_path
 
 

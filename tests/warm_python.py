@@ -43,6 +43,7 @@ _PASSED_ON = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC", "OMP_NUM_THREADS"),
     *("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
+_HASH_SEED = "0"  # of all forks; `drivetrain try` asks for it, and who asks for none gets it as well
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # `import drivetrain` imports these when they are first used.
 _LATE = [f"drivetrain.{name}" for name in ("budget", "data", "grad.fuse_wgrad", "planner", "recompute", "swap")]
@@ -100,6 +101,7 @@ def _start(modules: tuple[str, ...]) -> str:
     os.makedirs(folder, mode=0o700, exist_ok=True)
     # The server's own import path has no folder of this process; a fork adds those of its variables.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONHASHSEED"] = _HASH_SEED
     environment["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported, and no test needs its hub
     with open(f"{folder}/lock", "w") as lock, socket.socket(socket.AF_UNIX) as listener:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -126,6 +128,7 @@ def _facts() -> tuple[Any, ...]:
     started = {
         name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START) and name not in _PASSED_ON
     }
+    started.setdefault("PYTHONHASHSEED", _HASH_SEED)
     leads = os.getpid() == os.getpgid(0)
     session = (None if os.getsid(0) == os.getpid() else _OWN_GROUP) if leads else (os.getsid(0), os.getpgid(0))
     return limits, spaces, started, sorted(os.sched_getaffinity(0)), os.getuid(), session, os.nice(0)

@@ -82,6 +82,23 @@ def test_a_planted_sample_is_named(kind: str) -> None:
         assert found.num_runs <= 2 + 2 * math.log2(BATCH * RANKS)
 
 
+def test_a_spike_that_only_shrinks_stays() -> None:
+    """Another sample in the place of one brings the value below the factor, and not to what is usual."""
+
+    def run(num_steps: int, replaced: Sequence[Sample]) -> Runs:
+        record = RecordedSteps()
+        for step in range(num_steps):
+            norm = (1.0 if step < 20 else 8.5 - 0.6 * bool(replaced)) + 0.01 * (step % 3)
+            record.steps.append(
+                SeenStep([1.0], norm=norm, rate=0.1, batches=[Batch(0, step, 0, [2 * step, 2 * step + 1])])
+            )
+        return [record]
+
+    found = explain(run, 21, 20.0)
+    assert isinstance(found, Explanation)
+    assert found.guilty == []
+
+
 def test_two_samples_of_one_step_are_named() -> None:
     order = training(0, "label of another scale", ()).order  # type: ignore[attr-defined]
     for one, other in ((164, 165), (160, 175), (163, 171)):
@@ -339,11 +356,13 @@ def test_drawn_scripts(number: int, in_warm_processes: Path, capsys: pytest.Capt
     Path("train.py").write_text(DRAWN.format(**values))
     code = main(["explain", "--json", "found.json", "--steps", "100", "train.py"])
     said = capsys.readouterr().out
+    found = json.loads(Path("found.json").read_text())
     if is_hot:
-        assert "goes without" not in said, (values, said)
+        # A sample may well make a spike of its own before.
+        assert not found["guilty"] or found["spike"]["index"] <= step, (values, said)
         return
     assert code == 0, (values, said)
-    guilty = [one["index"] for one in json.loads(Path("found.json").read_text())["guilty"]]
+    guilty = [one["index"] for one in found["guilty"]]
     assert planted in guilty, (values, said)
     assert len(guilty) <= 2, (values, said)
 

@@ -181,6 +181,8 @@ def explain(run: Callable[[int, Sequence[Sample]], Runs], num_steps: int, factor
         again = run(index + 1, samples)
         found.num_runs += 1
         goes = all(len(one.steps) > index for one in again) and spike_at(again, index, factor) is None
+        if goes and math.isfinite(spike.value):  # It may have come just below the factor.
+            goes = dict(_watched(again, index))[spike.what][-1] <= spike.value / 2
         if goes:
             found.names = {name: text for one in again for name, text in one.names.items()}
             found.after = _course(again)[index]

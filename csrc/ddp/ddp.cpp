@@ -257,6 +257,7 @@ void register_reducer(py::module_& m) {
       .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, no_gil())
       .def("_reset_state", &Reducer::reset_state, no_gil())
       .def("_check_reducer_finalized", &Reducer::check_finalized, no_gil())
+      .def("settle_between_backwards", &Reducer::settle_between_backwards, no_gil())
       .def(
           "announce_buffers",
           [](Reducer& reducer) { reducer.announce_collective(Purpose::kBuffers, "the broadcast of buffers"); },

@@ -443,6 +443,14 @@ void Reducer::check_finalized() {
   });
 }
 
+bool Reducer::settle_between_backwards() {
+  const Lock lock(mutex_);
+  const bool is_in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (phase_ != StepPhase::kRunning || is_in_backward || queue_.have_all_started()) return false;
+  drain();
+  return true;
+}
+
 // ---- Uneven inputs.
 
 void Reducer::shadow_planning() {

@@ -90,6 +90,9 @@ class Reducer : public ReducerState, public std::enable_shared_from_this<Reducer
   void reset_state();
   // Throws if a synchronized backward has begun and not ended.
   void check_finalized();
+  // Returns true between two backwards of a step, once the collectives in progress have ended: `.grad` of their buckets
+  // are means by then.
+  bool settle_between_backwards();
   void remove_autograd_hooks();
   // Gives the gradients this dtype, and removes the hooks: gradients then come through on_gradient().
   void set_mixed_precision(at::ScalarType dtype);

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -83,6 +84,58 @@ def test_reduces_to_torchs_bits(set_to_none: bool) -> None:
             model(*batches[0]).backward()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(256, 256), nn.Linear(256, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+@run_on(2)
+def test_a_step_between_two_backwards_is_warned_of(transport: str) -> None:
+    """Torch steps with the rank's own gradients there, which the buckets in progress replace."""
+    results = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = DDP(TwoHeads(), bucket_cap_mb=1e-6, transport=transport)
+        of_a, of_b = (torch.optim.SGD(head.parameters(), lr=0.1) for head in (model.module.a, model.module.b))
+        torch.manual_seed(dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                of_a.zero_grad()
+                of_b.zero_grad()
+                y, z = model(torch.randn(4, 256))
+                y.square().mean().backward()
+                of_a.step()
+                z.square().mean().backward()
+                of_b.step()
+        said = [str(one.message) for one in caught if "between two backward passes" in str(one.message)]
+        assert len(said) == 1, said
+        assert said[0].startswith(
+            "drivetrain: SGD steps between two backward passes of one forward pass of Distributed"
+        )
+        results.append([param.detach().clone() for param in model.parameters()])
+    assert all(torch.equal(one, other) for other in results for one, other in zip(results[0], other, strict=True))
+
+
+@run_on(2)
+def test_heads_may_have_a_backward_each() -> None:
+    model = DDP(TwoHeads(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            optimizer.zero_grad()
+            y, z = model(torch.randn(4, 256))
+            y.square().mean().backward()
+            z.square().mean().backward()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -1,9 +1,12 @@
 """The reducer as torch's DistributedDataParallel calls it: the native one, and methods that need Python objects."""
 
+from __future__ import annotations
+
 import itertools
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel.distributed import _find_tensors
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import _C
 from . import transport as transports
@@ -22,6 +26,24 @@ from .tag_board import show_collectives, show_connection
 
 # Numbers this process's wrappers from 1. Ranks that wrap the same models in the same order give the same numbers.
 _wrappers = itertools.count(1)
+
+
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_hooks: list[Any] = []  # on the steps of all optimizers, from the first reducer on
+
+
+def _watch_steps(reducer: Reducer) -> None:
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
+    _reducers.add(reducer)
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for reducer in list(_reducers):
+        if reducer.settle_between_backwards():
+            reducer.warn_of_step(optimizer)
 
 
 def _are_held(tensors: list[torch.Tensor], params: Sequence[nn.Parameter]) -> bool:
@@ -90,6 +112,8 @@ class Reducer(_C.Reducer):
         super().__init__(params=params, names=names, comm=self.comm, sparse=sparse, wrapper=self._wrapper, **options)
         self.set_are_held(lambda tensors: _are_held(tensors, params))
         self._rebuilding_is_known = False
+        self._has_warned = False  # of steps between backward passes
+        _watch_steps(self)
         self.is_sharded = False  # states or gradients are divided among the ranks
         self._on_reduced: list[Callable[[list[nn.Parameter], bool], None]] = []
         self._modules = modules
@@ -143,6 +167,21 @@ class Reducer(_C.Reducer):
                 stacklevel=2,
             )
         return unfrozen
+
+    def warn_of_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warns once of an optimizer that steps parameters of this reducer whose gradients are not all reduced."""
+        own = {id(param) for param in self._params}
+        if self._has_warned or not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"drivetrain: {type(optimizer).__name__} steps between two backward passes of one forward pass of "
+            f"{self._wrapper}. Some of its gradients are means over ranks by now, and others are this rank's share of "
+            "them, so that replicas will differ. Under torch they are all this rank's own. Step after the last "
+            "backward pass, or use a wrapper for each part of the model that steps by itself.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _connect(self) -> str:
         """Connects a wrapper in its first backward. Returns "", or why this has failed. Every rank must call it."""
@@ -209,7 +248,7 @@ class Reducer(_C.Reducer):
             "use torch.nn.parallel.DistributedDataParallel for this model."
         )
 
-    def _install_post_backward_futures(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         for future in futures:
             self.add_end_callback(future.wait)
 

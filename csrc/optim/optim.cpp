@@ -106,6 +106,8 @@ struct StepOptions {
   bool check_finite = false;  // skips the step if a gradient is not finite, as max_grad_norm does
   bool zero_grads = false;
   std::optional<at::Tensor> overflow;  // receives 1 if a gradient is not finite, else 0
+  // float64 with one element: takes the place of the sum over this step's gradients, where ranks share them.
+  std::optional<at::Tensor> sum_of_squares = std::nullopt;
 
   bool measures() const { return max_grad_norm || check_finite; }
   // On CUDA only the device knows the numbers that the grad scaling depends on.
@@ -131,6 +133,7 @@ struct StepOptions {
       if (auto* tensor = std::get_if<at::Tensor>(scalar))
         *tensor = tensor->to(device, at::kFloat, /*non_blocking=*/true);
     }
+    if (sum_of_squares) sum_of_squares = sum_of_squares->to(device, at::kDouble, /*non_blocking=*/true);
   }
   GradScalingScalars scalars() const {
     const auto data = [](const Scalar& scalar) {
@@ -194,11 +197,12 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
   if (!on_device.empty()) {
     StepOptions placed = options;
     placed.move_to(on_device.front()->device);
-    result.on_device = compute_grad_scaling_on_device(on_device, asked, placed.scalars());
+    result.on_device = compute_grad_scaling_on_device(on_device, asked, placed.scalars(), placed.sum_of_squares);
     run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()));
     return;
   }
-  result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum_of_squares(reader) : 0);
+  const auto sum = [&] { return options.sum_of_squares ? options.sum_of_squares->item<double>() : sum_of_squares(reader); };
+  result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum() : 0);
   if (!result.grad_scaling.skips) {
     run(reader, result.grad_scaling, nullptr);
   } else if (asked.zeroes) {  // The next backward must not add to gradients that are not finite.
@@ -266,12 +270,9 @@ void register_optim(py::module_& m) {
            py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("found_inf") = 0.0,
            py::arg("max_grad_norm") = std::nullopt, py::arg("check_finite") = false, py::arg("zero_grads") = false,
            py::arg("overflow") = std::nullopt)
-      .def_readonly("grad_scale", &StepOptions::grad_scale)
-      .def_readonly("found_inf", &StepOptions::found_inf)
-      .def_readonly("max_grad_norm", &StepOptions::max_grad_norm)
-      .def_readonly("check_finite", &StepOptions::check_finite)
+      .def_property_readonly("measures", &StepOptions::measures)
       .def_readonly("zero_grads", &StepOptions::zero_grads)
-      .def_readonly("overflow", &StepOptions::overflow);
+      .def_readwrite("sum_of_squares", &StepOptions::sum_of_squares);
   py::class_<StepResult>(m, "StepResult")
       .def_readonly("missing", &StepResult::missing)
       .def_readonly("has_wrappers", &StepResult::has_wrappers)

@@ -91,18 +91,21 @@ void place_on_device(Batch& batch) {
 }
 
 at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batches, const GradScalingOptions& asked,
-                                          const GradScalingScalars& scalars) {
+                                          const GradScalingScalars& scalars,
+                                          const std::optional<at::Tensor>& sum_of_squares) {
   const c10::Device device = batches.front()->device;
   const c10::DeviceGuard guard(device);
   void* const stream = current_stream(device);
-  int64_t num_chunks = 0;
-  if (asked.measures) {
+  const bool sums_here = asked.measures && !sum_of_squares;
+  int64_t num_chunks = sum_of_squares ? 1 : 0;
+  if (sums_here) {
     for (const Batch* batch : batches) num_chunks += batch->num_chunks;
   }
-  const at::Tensor sums = empty_on(device, num_chunks * static_cast<int64_t>(sizeof(double)));
+  const at::Tensor sums =
+      sum_of_squares ? *sum_of_squares : empty_on(device, num_chunks * static_cast<int64_t>(sizeof(double)));
   const at::Tensor grad_scaling = empty_on(device, sizeof(GradScaling));
   auto* const all = static_cast<double*>(sums.data_ptr());
-  if (asked.measures) {
+  if (sums_here) {
     double* of_batch = all;
     for (const Batch* batch : batches) {
       chunk_sums_cuda(batch->placed.params, static_cast<int32_t>(batch->params.size()), batch->num_chunks, of_batch,

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "optim/cuda_step.h"
@@ -15,8 +16,10 @@ namespace drivetrain::optim {
 void place_on_device(Batch& batch);
 
 // Computes the grad scaling of all batches, which share one device, there. Returns a GradScaling as bytes.
+// sum_of_squares: float64 with one element there, in place of the batches' own sum.
 at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batches, const GradScalingOptions& asked,
-                                          const GradScalingScalars& scalars);
+                                          const GradScalingScalars& scalars,
+                                          const std::optional<at::Tensor>& sum_of_squares);
 
 // Runs a batch. One launch computes the rules' scalars and the step counters. Another makes the step, or one per set of
 // storage formats with a specialized kernel. Rules with a trust ratio add two launches, and Adafactor's matrices three

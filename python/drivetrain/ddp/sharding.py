@@ -58,7 +58,7 @@ def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
         )
     refused = ["mixed_precision", "delay_all_reduce_named_params"]
     if shard == "gradients":
-        refused += ["static_graph", "find_unused_parameters", "check_gradients"]
+        refused += ["static_graph", "find_unused_parameters", "check_gradients", "logical_ranks"]
     for name in refused:
         if others.get(name):
             instead = " or pass shard='optimizer'" if shard == "gradients" and refused.index(name) > 1 else ""
@@ -243,6 +243,8 @@ class Sharding:
         refuse_files(self._mesh)
         self._params = [param for _, param in named]
         self._place_of = {id(param): place for place, param in enumerate(self._params)}
+        # Logical ranks need norms with equal bits on any number of ranks.
+        self.has_whole_norms = wrapper._logical_ranks is not None
         self._steps = Steps()
         self._states = StateServer(
             group, self._device, self._steps, functools.partial(_rows_of_state, weakref.ref(self))

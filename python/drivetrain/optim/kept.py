@@ -77,13 +77,10 @@ class Kept:
         self.in_backward: StepInBackward | None = None  # the result of step_in_backward(), until it is removed
         self.counts = Counts()
         self.result: _C.StepResult | None = None  # of the last step
-        self.norm: Tensor | None = None  # of all ranks' gradients in the last step, if it was measured beforehand
 
     @property
     def grad_norm(self) -> float | None:
         """The 2-norm of the last step's gradients, if the step needed it. Waits for the device."""
-        if self.norm is not None:
-            return float(self.norm)
         return None if self.result is None else self.result.grad_norm
 
     def __getstate__(self) -> dict[str, Any]:

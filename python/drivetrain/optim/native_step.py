@@ -14,8 +14,6 @@ from .rule import Group
 from .sharded import over_groups
 from .sharded.step import Shards
 
-Result = tuple[_C.StepResult, Tensor | None]  # with the norm of all ranks' gradients, if it was measured beforehand
-
 
 def complete_states(
     engine: Engine, params: Sequence[tuple[Tensor, Group, str]], rule: str, states: dict[Tensor, Any]
@@ -52,7 +50,7 @@ def complete_states(
     return fresh
 
 
-def step_all(engine: Engine, reader: _C.StepReader, options: _C.StepOptions) -> Result:
+def step_all(engine: Engine, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult:
     """Steps dense gradients natively, and sparse ones with torch's function where torch's class accepts them."""
     kept, step_sparse = engine.kept, engine.rule.step_sparse
     if not kept.may_be_sparse:
@@ -66,7 +64,7 @@ def step_all(engine: Engine, reader: _C.StepReader, options: _C.StepOptions) -> 
     assert step_sparse is not None
     dense_groups, sparse_groups = sparse.split(engine.param_groups)
     is_scaled = any(getattr(engine.optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    if sparse_groups and (options.max_grad_norm is not None or options.check_finite or is_scaled):
+    if sparse_groups and (options.measures or is_scaled):
         raise NotImplementedError(
             f"drivetrain.optim.{engine.class_name}: a gradient is sparse, which neither max_grad_norm nor an "
             "unscaling step supports: leave max_grad_norm and fused=True out, and use torch.amp.GradScaler."
@@ -81,7 +79,7 @@ def step_all(engine: Engine, reader: _C.StepReader, options: _C.StepOptions) -> 
 
 
 @torch.no_grad()
-def step_groups(engine: Engine, groups: list[Group], reader: _C.StepReader, options: _C.StepOptions) -> Result:
+def step_groups(engine: Engine, groups: list[Group], reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult:
     """Steps `groups`: this optimizer's groups, or copies of them with some of their parameters.
 
     The reader keeps what it read, so use one reader for the same parameters each time.
@@ -91,12 +89,11 @@ def step_groups(engine: Engine, groups: list[Group], reader: _C.StepReader, opti
 
     run = functools.partial(_step_plain, engine, reader)
     kept, state = engine.kept, engine.optimizer.state
-    needs_norm = options.max_grad_norm is not None or options.check_finite
-    is_over_ranks = needs_norm and over_groups.has_any(param for group in groups for param in group["params"])
+    is_over_ranks = options.measures and over_groups.has_any(param for group in groups for param in group["params"])
     if kept.shards is None and not is_over_ranks:
         result, _ = run(groups, state, options)
         if not result.has_wrappers:
-            return result, None
+            return result
     kept.shards = kept.shards or Shards(engine.rule)
     return kept.shards.step(groups, state, options, run)
 

@@ -12,6 +12,7 @@ from .. import _C
 from . import left_to_torch, native_step, precision
 from .engine import Engine
 from .sharded import pieces
+from .sharded.step import sum_of_whole_squares
 
 # The native step, and the checks of groups before it, raise these for what they cannot do.
 _REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -50,13 +51,16 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
     begin, kept = time.perf_counter(), engine.kept
     if kept.reader is None:  # Copied and unpickled optimizers have no reader.
         kept.reader = _C.StepReader()
+    options = engine.step_options(overflow_flag)
+    if options.measures and pieces.have_whole_norms(engine.params()):
+        options.sum_of_squares = sum_of_whole_squares(engine.rule, engine.param_groups)
     with pieces.in_place(engine.optimizer, with_gradients=True) as swapped:
-        result, norm = native_step.step_all(engine, kept.reader, engine.step_options(overflow_flag))
+        result = native_step.step_all(engine, kept.reader, options)
     if swapped is not None:
         if kept.zero_grads_in_step:
             swapped.zero_gradients()
         swapped.gather()
-    kept.result, kept.norm = result, norm
+    kept.result = result
     seconds = time.perf_counter() - begin
     if result.is_on_device:  # Reading the result would wait for the device.
         kept.counts.add(None, None, False, seconds)

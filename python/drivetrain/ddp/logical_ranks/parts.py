@@ -14,7 +14,6 @@ from .random_streams import Use
 
 _MOST = 1024  # csrc/ddp/transport/rank_sum.h has as many
 _REFUSED = (
-    "shard",
     "wire_dtype",
     "expert_groups",
     "mixed_precision",

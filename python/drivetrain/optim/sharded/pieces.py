@@ -174,6 +174,12 @@ def has_any(optimizer: torch.optim.Optimizer) -> bool:
     return bool(_pieces) and any(_piece_for(optimizer, param) is not None for param in params)
 
 
+def have_whole_norms(params: list[Tensor]) -> bool:
+    """Returns whether steps take the norm of whole gradients in the order of an unsharded step."""
+    found = [piece for param in params if (piece := piece_of(param)) is not None]
+    return bool(found) and all(piece.owner.has_whole_norms for piece in found)
+
+
 @contextmanager
 def parts_with_gradients(params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Puts parts that have the gradients in place of the parameters whose gradients each rank keeps a part of."""
@@ -207,6 +213,12 @@ class Swapped:
             piece.users.add(optimizer)
             gradients.append(piece.gradient(param) if with_gradients else None)
             self._owners.setdefault(piece.owner, []).append(param)
+        rounds = any(group.get("rounding") == "stochastic" for group in optimizer.param_groups)
+        if with_gradients and rounds and any(owner.has_whole_norms for owner in self._owners):
+            raise NotImplementedError(
+                "rounding='stochastic' draws by an element's place in this rank's rows, so that shard= with "
+                "logical_ranks cannot keep the bits: leave one of the three out."
+            )
         as_parts = has_rule(type(optimizer))
         self._params = [param for param, _ in found]
         self._stand_ins = [piece.part if as_parts else piece.local for _, piece in found]

@@ -51,15 +51,10 @@ class Shards:
         self._rule = rule
         self._parts: dict[int, _LocalPart] = {}  # by the id of the parameter
 
-    def step(
-        self, groups: list[Group], state: dict[Tensor, Any], options: _C.StepOptions, run: Run
-    ) -> tuple[_C.StepResult, Tensor | None]:
+    def step(self, groups: list[Group], state: dict[Tensor, Any], options: _C.StepOptions, run: Run) -> _C.StepResult:
         """Steps this rank's part of every parameter, and leaves new states as DTensors in `state`.
 
         Every rank steps the whole of a parameter that the rule gathers, one parameter at a time.
-
-        Returns:
-            The result, and the norm of all ranks' gradients if the options need it.
         """
         parts: dict[int, _LocalPart] = {}
         local_state: dict[Tensor, Any] = defaultdict(dict)
@@ -84,20 +79,21 @@ class Shards:
                         local_state[stand_in] = local_values(param, state[param])
                 local_groups.append({**group, "params": plain})
             self._parts = parts
-            norm, asked = _treated(groups, options)
-            result, has_new_states = run(local_groups, local_state, _C.StepOptions(**asked))
+            if options.measures and options.sum_of_squares is None:
+                options.sum_of_squares = sum_of_squares(param for group in groups for param in group["params"])
+            result, has_new_states = run(local_groups, local_state, options)
             if result.has_wrappers:
                 _refuse_wrappers(local_groups)
             if has_new_states:
                 _write_back(state, local_state, parts, groups)
             for group, place, param in gathered:
-                of_whole = _step_whole(group, place, param, state, _C.StepOptions(**asked), run)
+                of_whole = _step_whole(group, place, param, state, options, run)
                 if not any(local_group["params"] for local_group in local_groups):
                     result = of_whole
             if result.is_on_device or not result.skipped:
                 params = (param for group in groups for param in group["params"])
                 torch.autograd.graph.increment_version([p for p in params if is_dtensor(p) and p.grad is not None])
-            return result, norm
+            return result
         finally:
             for part in parts.values():
                 part.plain.grad = None
@@ -118,26 +114,24 @@ class Shards:
         return _LocalPart(param, local, local.detach())
 
 
-def _treated(groups: list[Group], options: _C.StepOptions) -> tuple[Tensor | None, dict[str, Any]]:
-    """Returns the norm of all gradients on all ranks, if it is needed, and arguments of options that clip by it."""
-    names = ("grad_scale", "found_inf", "max_grad_norm", "check_finite", "zero_grads", "overflow")
-    if options.max_grad_norm is None and not options.check_finite:
-        return None, {name: getattr(options, name) for name in names}
-    scale: Any = options.grad_scale
-    norm = sum_of_squares(param for group in groups for param in group["params"]).sqrt() / scale
-    is_bad = ~norm.isfinite()
-    if options.max_grad_norm is not None:
-        scale = scale / (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    found: Any = is_bad.float()
-    if isinstance(options.found_inf, Tensor):
-        found = torch.maximum(found, options.found_inf.to(found))
-    else:
-        found = found.clamp(min=options.found_inf)
-    if options.overflow is not None:
-        options.overflow.copy_(is_bad)
-    if not norm.is_cuda:
-        scale, found = float(scale), float(found)
-    return norm, {"grad_scale": scale, "found_inf": found, "zero_grads": options.zero_grads}
+def sum_of_whole_squares(rule: Rule, groups: list[Group]) -> Tensor:
+    """Sums the squares of gradients that this rank has whole, on the CPU, in the order of an unsharded step.
+
+    Returns:
+        float64 [].
+    """
+    batches: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)  # as the native step divides parameters
+    for group in groups:
+        name = rule.name_of(group)
+        for param in group["params"]:
+            if (grad := param.grad) is None:
+                continue
+            like = torch.empty(param.shape) if name == "adafactor" else param  # a rule that reads row by row
+            if grad.stride() != like.stride():
+                grad = torch.empty_like(like, dtype=grad.dtype).copy_(grad)
+            in_double = param.dtype in (torch.float64, torch.complex128)
+            batches[name, in_double].append(grad.detach().as_strided((grad.numel(),), (1,)))
+    return torch.tensor(_C.sum_of_squares([grad for batch in batches.values() for grad in batch]), dtype=torch.float64)
 
 
 def _write_back(

@@ -69,7 +69,14 @@ def make(name: str) -> tuple[nn.Module, TensorDataset]:
 
 
 def train(
-    name: str, folder: Path, life: int, rank: int, size: int, death: tuple[int, float] | None, in_place: bool
+    name: str,
+    folder: Path,
+    life: int,
+    rank: int,
+    size: int,
+    death: tuple[int, float] | None,
+    in_place: bool,
+    shard: str | None,
 ) -> None:
     """Trains as one rank. in_place: ranks continue in this process once others have died."""
     torch.set_num_threads(1)
@@ -78,13 +85,13 @@ def train(
     store = dist.FileStore(str(folder / f"store-{life}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
     if in_place:
-        continue_in_place(lambda: train_in_group(name, folder, death), folder / "checkpoints", timeout=LIMIT_S)
+        continue_in_place(lambda: train_in_group(name, folder, death, shard), folder / "checkpoints", timeout=LIMIT_S)
     else:
-        train_in_group(name, folder, death)
+        train_in_group(name, folder, death, shard)
     dist.destroy_process_group()
 
 
-def train_in_group(name: str, folder: Path, death: tuple[int, float] | None) -> None:
+def train_in_group(name: str, folder: Path, death: tuple[int, float] | None, shard: str | None) -> None:
     """Trains from the newest checkpoint on, and notes the bits of every step.
 
     death: the step at which this rank begins to die, and the seconds until it does.
@@ -92,7 +99,7 @@ def train_in_group(name: str, folder: Path, death: tuple[int, float] | None) -> 
     rank = dist.get_rank()
     model, dataset = make(name)
     torch.manual_seed(3 + rank)
-    wrapped = DistributedDataParallel(model, logical_ranks=PARTS)
+    wrapped = DistributedDataParallel(model, logical_ranks=PARTS, shard=shard)
     optimizer = drivetrain.optim.AdamW(model.parameters(), lr=0.01)
     sampler = ResumableSampler(dataset, logical_ranks=PARTS, part=STEPS * BATCH)
     loader = DataLoader(dataset, BATCH, sampler=sampler, generator=torch.Generator())
@@ -130,7 +137,13 @@ def _die_after(seconds: float) -> None:
 
 
 def live(
-    name: str, folder: Path, life: int, size: int, deaths: Mapping[int, tuple[int, float]], in_place: bool = False
+    name: str,
+    folder: Path,
+    life: int,
+    size: int,
+    deaths: Mapping[int, tuple[int, float]],
+    in_place: bool = False,
+    shard: str | None = None,
 ) -> list[int | None]:
     """Runs the ranks of one life, and returns their exit codes.
 
@@ -138,7 +151,7 @@ def live(
     """
     context = warm_context()
     ranks = [
-        context.Process(target=train, args=(name, folder, life, rank, size, deaths.get(rank), in_place))
+        context.Process(target=train, args=(name, folder, life, rank, size, deaths.get(rank), in_place, shard))
         for rank in range(size)
     ]
     for process in ranks:
@@ -159,7 +172,10 @@ def lines_of(folder: Path) -> set[tuple[int, int]]:
 
 
 def move_round(name: str, folder: Path, seed: int) -> list[str]:
-    """Runs a training on one number of ranks, and again with deaths and other numbers. Returns what is wrong."""
+    """Runs a training on one number of ranks, and again with deaths and other numbers. Returns what is wrong.
+
+    The second one shares the optimizer's states among the ranks of most lives.
+    """
     rng = random.Random(seed)
     steps = [*sorted(rng.sample(range(WINDOWS - 1), 2)), None]
     (folder / "whole").mkdir(parents=True)
@@ -169,7 +185,7 @@ def move_round(name: str, folder: Path, seed: int) -> list[str]:
     sizes = rng.sample(SIZES, 3)
     for life, (size, step) in enumerate(zip(sizes, steps, strict=True)):
         deaths = {} if step is None else {rng.randrange(size): (step, rng.random() * 0.05)}
-        codes = live(name, folder / "moved", life, size, deaths)
+        codes = live(name, folder / "moved", life, size, deaths, shard=rng.choice(("optimizer", "optimizer", None)))
         if step is None and any(codes):
             return [f"the last ranks ended with {codes}"]
     want, got = lines_of(folder / "whole"), lines_of(folder / "moved")

@@ -3,7 +3,7 @@
 import math
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,14 @@ from drivetrain.data import ResumableSampler
 from drivetrain.ddp import transport
 from drivetrain.ddp.logical_ranks import random_streams
 from drivetrain.ddp.logical_ranks.random_streams import Use
+from drivetrain.optim import precision
+from drivetrain.optim.rule import rule_of
+from drivetrain.optim.sharded.step import sum_of_whole_squares
 from ranks import RankPool
 
 PARTS, STEPS, WINDOWS = 8, 2, 3  # logical ranks, micro-batches of each per window, windows
 SIZES = (1, 2, 4, 8)
+CARRIERS = ("shm", "torch")
 SEED = 7  # of torch on rank 0, where the model is wrapped
 Batch = tuple[Tensor, Tensor, float]
 
@@ -84,8 +88,12 @@ def loss_of(model: nn.Module, window: int, logical_rank: int, step: int, dtype: 
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [value.detach().clone() for value in [*model.parameters(), *model.buffers(), *states]]
+    """Returns parameters, buffers and, on rank 0, whole states. Every rank must call it."""
+    by_param = drivetrain.optim.full_state_dict(optimizer).get("state", {})
+    states = [precision.without_blocks(by_param[key]) for key in sorted(by_param)]
+    values = [state[name] for state in states for name in sorted(state)]
+    tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, values)]
+    return [value.detach().clone() for value in tensors]
 
 
 def grads_of(model: nn.Module) -> list[Tensor | None]:
@@ -168,12 +176,18 @@ def assert_same_bits(got: Any, want: Any, what: str) -> None:
             assert a is None or torch.equal(a, b), f"{what}: {row}, {index}"
 
 
-@pytest.mark.parametrize("carrier", ["shm", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_bits_of_one_process(pools: dict[int, RankPool], dtype: torch.dtype, carrier: str) -> None:
+SHARDED = {"shard": "optimizer"}
+WAYS = [(dtype, carrier, {}) for dtype in (torch.float32, torch.bfloat16, torch.float64) for carrier in CARRIERS]
+WAYS += [(torch.float32, "shm", SHARDED), (torch.bfloat16, "torch", {**SHARDED, "overlap_gather": True})]
+
+
+@pytest.mark.parametrize(("dtype", "carrier", "options"), WAYS)
+def test_bits_of_one_process(
+    pools: dict[int, RankPool], dtype: torch.dtype, carrier: str, options: dict[str, Any]
+) -> None:
     want = None
     for size, pool in pools.items():
-        for rank, got in enumerate(pool.run(train_on_ranks, dtype, {"transport": carrier})):
+        for rank, got in enumerate(pool.run(train_on_ranks, dtype, {"transport": carrier, **options})):
             want = want or got
             assert any(grad is None for grad in got[1])  # the second window leaves a layer out
             assert_same_bits(got, want, f"{dtype}, rank {rank} of {size}")
@@ -208,7 +222,7 @@ def check_order(carrier: str) -> None:
                 assert torch.equal(flat, want), f"{dtype}, {numel} elements, {isa}"
 
 
-@pytest.mark.parametrize("carrier", ["shm", "torch"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_transports_sum_in_the_order_of_a_tree(pools: dict[int, RankPool], carrier: str) -> None:
     for size in (2, 4, 8):
         pools[size].run(check_order, carrier)
@@ -217,11 +231,16 @@ def test_transports_sum_in_the_order_of_a_tree(pools: dict[int, RankPool], carri
 # ---- Scalers, and optimizers that clip in their step.
 
 
-def train_scaled() -> list[Any]:
+def train_scaled(options: dict[str, Any], group_size: int = 0) -> list[Any]:
+    """Trains with a scaler and a norm. group_size: of the ranks that share states; 0: all of them do."""
     parts = PARTS // dist.get_world_size()
     model = make_model(torch.float32)
     torch.manual_seed(SEED)
-    wrapped = DDP(model, logical_ranks=PARTS, gradient_as_bucket_view=True)
+    if group_size:
+        starts = range(0, dist.get_world_size(), group_size)
+        groups = [dist.new_group(list(range(start, start + group_size))) for start in starts]
+        options = {**options, "shard_group": groups[dist.get_rank() // group_size]}
+    wrapped = DDP(model, logical_ranks=PARTS, gradient_as_bucket_view=True, **options)
     optimizer = drivetrain.optim.AdamW(model.parameters(), lr=0.01, rounding="nearest")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
     norms = []
@@ -231,16 +250,94 @@ def train_scaled() -> list[Any]:
                 x, targets, _ = micro_batch(number, logical_rank, 0, torch.float32)
                 x = x * math.inf if (number, logical_rank) == (1, 6) else x  # one part overflows
                 window.backward(F.cross_entropy(wrapped(x), targets), len(x))
-            norms.append(torch.tensor([optimizer.grad_norm, scaler.get_scale()]))
+            norms.append(torch.tensor([optimizer.grad_norm, scaler.get_scale()], dtype=torch.float64))
     assert scaler.get_scale() == 2.0**18  # grows three times, and halves once
-    return [norms, values_of(model, optimizer)[:5]]
+    values = values_of(model, optimizer)
+    return [norms, values if dist.get_rank() == 0 else values[: len(list(model.parameters()))]]
 
 
 def test_scaler_and_norm(pools: dict[int, RankPool]) -> None:
-    results = [got for pool in pools.values() for got in pool.run(train_scaled)]
+    results = [got for pool in pools.values() for got in pool.run(train_scaled, {})]
+    results += [*pools[2].run(train_scaled, SHARDED), *pools[4].run(train_scaled, SHARDED, 2)]
     for got in results:
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got[0], results[0][0], strict=True))
         assert_same_bits(got[1:], results[0][1:], "scaled")
+
+
+class Shapes(nn.Module):
+    """Has matrices whose rows are whole blocks of 256 elements, a filter whose channels come last, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 256)
+        self.conv = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        image = self.embed(tokens).tanh().view(-1, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+        return self.head(self.conv(image).mean((2, 3))) * self.scale
+
+
+def make_two_rules(model: Shapes) -> torch.optim.Optimizer:
+    """The native step reads the parameters of a rule together, wherever they are."""
+    middle = {"params": [*model.conv.parameters()], "amsgrad": True}
+    groups = [{"params": [model.embed.weight]}, middle, {"params": [model.scale, *model.head.parameters()]}]
+    return drivetrain.optim.AdamW(groups, lr=0.01)
+
+
+ALL: dict[str, tuple[torch.dtype, Callable[[Shapes], torch.optim.Optimizer]]] = {
+    "8 bits, kahan": (
+        torch.bfloat16,
+        lambda model: drivetrain.optim.AdamW(model.parameters(), state_bits=8, min_8bit_size=512, rounding="kahan"),
+    ),
+    "24 bits": (torch.bfloat16, lambda model: drivetrain.optim.AdamW(model.parameters(), master_bits=24)),
+    "two rules": (torch.float32, make_two_rules),
+    "LAMB": (torch.float32, lambda model: drivetrain.optim.LAMB(model.parameters())),
+    "Adafactor": (torch.float32, lambda model: drivetrain.optim.Adafactor(model.parameters())),
+    "Muon": (torch.float32, lambda model: drivetrain.optim.Muon(model.parameters(), fallback={"lr": 0.01})),
+}
+
+
+def train_all(name: str, options: dict[str, Any]) -> list[Any]:
+    """Trains with one of the optimizers, which clip in their steps."""
+    parts = PARTS // dist.get_world_size()
+    dtype, make = ALL[name]
+    torch.manual_seed(1)
+    model = Shapes().to(dtype)
+    wrapped = DDP(model, logical_ranks=PARTS, **options)
+    optimizer = make(model)
+    norms = []
+    with drivetrain.accumulate(wrapped, optimizer, 1, max_grad_norm=0.01) as window:
+        for number in range(3):
+            for logical_rank in range(dist.get_rank() * parts, (dist.get_rank() + 1) * parts):
+                rng = torch.Generator().manual_seed(PARTS * number + logical_rank)
+                tokens, targets = torch.randint(16, (4,), generator=rng), torch.randint(5, (4,), generator=rng)
+                window.backward(F.cross_entropy(wrapped(tokens).float(), targets), logical_rank + 0.1)
+            norms.append(torch.tensor(optimizer.grad_norm, dtype=torch.float64))
+    return [norms, values_of(model, optimizer)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sharded_optimizers(pools: dict[int, RankPool], name: str) -> None:
+    (want,) = pools[1].run(train_all, name, SHARDED)  # divides nothing
+    for size in (2, 4):
+        for rank, got in enumerate(pools[size].run(train_all, name, SHARDED)):
+            assert_same_bits(got, want, f"{name}, rank {rank} of {size}")
+
+
+@pytest.mark.parametrize("name", ["two rules", "Adafactor"])
+def test_whole_gradients_are_summed_as_in_an_unsharded_step(name: str) -> None:
+    model = Shapes()
+    optimizer: Any = ALL[name][1](model)
+    optimizer.max_grad_norm = math.inf
+    for seed in range(20):
+        for index, param in enumerate(model.parameters()):
+            values = spread(seed, param.numel(), param.dtype).view(param.shape) / param.numel() ** 0.5
+            param.grad = torch.empty_like(values if seed % 2 and index else param).copy_(values)
+        total = sum_of_whole_squares(rule_of(type(optimizer)), optimizer.param_groups)
+        optimizer.step()
+        assert optimizer.grad_norm == math.sqrt(total)
 
 
 # ---- Data and checkpoints.
@@ -285,11 +382,11 @@ def test_a_position_between_windows_holds_on_any_number_of_ranks() -> None:
 DATASET = TensorDataset(torch.randn(80, 6, generator=torch.Generator().manual_seed(3)), torch.arange(80) % 5)
 
 
-def train_with_checkpoints(directory: Path, until: int) -> list[Tensor]:
+def train_with_checkpoints(directory: Path, until: int, options: dict[str, Any]) -> list[Tensor]:
     """Trains to that step, with the whole training state from the last call."""
     model = make_model(torch.float32)
     torch.manual_seed(SEED + dist.get_rank())
-    wrapped = DDP(model, logical_ranks=PARTS)
+    wrapped = DDP(model, logical_ranks=PARTS, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     sampler = ResumableSampler(DATASET, logical_ranks=PARTS, part=2 * STEPS)
@@ -314,10 +411,12 @@ def train_with_checkpoints(directory: Path, until: int) -> list[Tensor]:
 def test_checkpoints_continue_with_the_same_bits_on_other_numbers_of_ranks(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    (want, *_) = pools[4].run(train_with_checkpoints, tmp_path / "whole", 7)
-    for size, until in ((8, 2), (2, 4), (1, 5), (4, 7)):
-        (got, *_) = pools[size].run(train_with_checkpoints, tmp_path / "moved", until)
-    assert_same_bits([got], [want], "after four starts")
+    (want, *_) = pools[4].run(train_with_checkpoints, tmp_path / "whole", 7, {})
+    for options in ({}, SHARDED):
+        for size, until in ((8, 2), (2, 4), (1, 5), (4, 7)):
+            directory = tmp_path / f"moved-{len(options)}"
+            (got, *_) = pools[size].run(train_with_checkpoints, directory, until, options)
+        assert_same_bits([got], [want], f"after four starts, {options}")
 
 
 # ---- What is refused.
@@ -329,7 +428,7 @@ def refusals() -> None:
         assert "a power of two" in message_of(ValueError, lambda count=count: DDP(model, logical_ranks=count))
     assert "multiple of the number of ranks, 2" in message_of(ValueError, lambda: DDP(model, logical_ranks=1))
     options: list[dict[str, Any]] = [
-        {"shard": "optimizer"},
+        {"shard": "gradients"},
         {"wire_dtype": torch.bfloat16},
         {"check_gradients": "skip"},
         {"static_graph": True},
@@ -341,6 +440,13 @@ def refusals() -> None:
     normed = nn.BatchNorm1d(3)
     assert "buffers" in message_of(NotImplementedError, lambda: DDP(normed, logical_ranks=2, broadcast_buffers=False))
     assert "sparse" in message_of(NotImplementedError, lambda: DDP(nn.Embedding(3, 2, sparse=True), logical_ranks=2))
+
+    layer = nn.Linear(3, 2).bfloat16()
+    sharded = DDP(layer, logical_ranks=2, **SHARDED)
+    random_rows = drivetrain.optim.AdamW(layer.parameters(), rounding="stochastic")
+    layer.bias.grad = torch.ones_like(layer.bias)
+    assert "stochastic" in message_of(NotImplementedError, random_rows.step)
+    del sharded
 
     wrapped = DDP(model, logical_ranks=4)
     x = torch.ones(3)

@@ -114,7 +114,8 @@ class DistributedDataParallel(ReducesOverGroups):
         expert_groups: Patterns of names, such as "experts.*", each with the group that reduces these parameters and
             buffers. Their `.grad` is the sum over that group, divided by the number of ranks in `process_group`.
         logical_ranks: Divides the global batch into that many parts, a power of two. Each number of ranks that divides
-            it gets the same bits. Train with `accumulate`; docs/logical-ranks.md says what else it needs.
+            it gets the same bits, also with shard="optimizer". Train with `accumulate`; docs/logical-ranks.md says what
+            else it needs.
 
     Raises:
         ValueError: No process group is initialized, parameters are on devices of several types, or the module is on

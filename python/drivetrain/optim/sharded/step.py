@@ -124,7 +124,7 @@ def sum_of_whole_squares(rule: Rule, groups: list[Group]) -> Tensor:
     for group in groups:
         name = rule.name_of(group)
         for param in group["params"]:
-            if (grad := param.grad) is None:
+            if (grad := param.grad) is None or grad.numel() == 0:
                 continue
             like = torch.empty(param.shape) if name == "adafactor" else param  # a rule that reads row by row
             if grad.stride() != like.stride():

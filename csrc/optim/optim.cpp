@@ -87,12 +87,24 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
   }
 }
 
+// Returns the batches with parameters by their first ones. The reader keeps them in the order of earlier steps, which
+// the bits of a norm must not depend on.
+std::vector<const Batch*> batches_by_parameter(const StepReader& read) {
+  std::vector<const Batch*> batches;
+  for (const Batch& batch : read.batches) {
+    if (!batch.params.empty()) batches.push_back(&batch);
+  }
+  std::sort(batches.begin(), batches.end(),
+            [](const Batch* a, const Batch* b) { return a->written_of[0] < b->written_of[0]; });
+  return batches;
+}
+
 // Sums the squares of all gradients of the step.
 double sum_of_squares(const StepReader& read) {
   std::vector<grad::Gradient> gradients;
-  for (const Batch& batch : read.batches) {
-    DT_INVARIANT(batch.params.empty() || batch.device.is_cpu());
-    for (const ParamJob& job : batch.params) gradients.push_back({job.grad, job.numel});
+  for (const Batch* batch : batches_by_parameter(read)) {
+    DT_INVARIANT(batch->device.is_cpu());
+    for (const ParamJob& job : batch->params) gradients.push_back({job.grad, job.numel});
   }
   return grad::sum_of_squares(gradients);
 }
@@ -170,11 +182,8 @@ class StepResult {
 // Returns the batches whose grad scaling is computed on their device; empty if the host computes it. Throws if the
 // options need gradients on one device and they are on several.
 std::vector<const Batch*> batches_scaled_on_device(const StepReader& read, const StepOptions& options) {
-  std::vector<const Batch*> batches;
-  if (!options.is_for_the_device()) return batches;
-  for (const Batch& batch : read.batches) {
-    if (!batch.params.empty()) batches.push_back(&batch);
-  }
+  if (!options.is_for_the_device()) return {};
+  std::vector<const Batch*> batches = batches_by_parameter(read);
   for (const Batch* batch : batches) {
     if (batch->device != batches.front()->device) {
       throw UnsupportedError(text("param_groups has gradients on ", batches.front()->device.str(), " and ",
@@ -201,7 +210,9 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
     run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()));
     return;
   }
-  const auto sum = [&] { return options.sum_of_squares ? options.sum_of_squares->item<double>() : sum_of_squares(reader); };
+  const auto sum = [&] {
+    return options.sum_of_squares ? options.sum_of_squares->item<double>() : sum_of_squares(reader);
+  };
   result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum() : 0);
   if (!result.grad_scaling.skips) {
     run(reader, result.grad_scaling, nullptr);

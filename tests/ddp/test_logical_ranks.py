@@ -331,6 +331,8 @@ def test_whole_gradients_are_summed_as_in_an_unsharded_step(name: str) -> None:
     model = Shapes()
     optimizer: Any = ALL[name][1](model)
     optimizer.max_grad_norm = math.inf
+    model.conv.bias.grad = torch.ones(6)  # the first step has the second rule only
+    optimizer.step()
     for seed in range(20):
         for index, param in enumerate(model.parameters()):
             values = spread(seed, param.numel(), param.dtype).view(param.shape) / param.numel() ** 0.5

@@ -1,9 +1,10 @@
-"""Data loading: a resumable sampler, batches loaded ahead, tokens in files, decoded images, and samples left out."""
+"""Data loading: a resumable sampler, batches loaded ahead, tokens in files, images, and samples left out or seeded."""
 
 from .images import CachedImages
 from .leave_out import LeaveOut
 from .prefetch import Prefetcher, prefetch
 from .sampler import ResumableSampler
+from .seeded_samples import SeededSamples
 from .tokens import TokenShards, write_token_shards
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "LeaveOut",
     "Prefetcher",
     "ResumableSampler",
+    "SeededSamples",
     "TokenShards",
     "prefetch",
     "write_token_shards",

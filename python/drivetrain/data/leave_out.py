@@ -6,10 +6,10 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils.data import Dataset
+from .over_dataset import OverDataset
 
 
-class LeaveOut(Dataset[Any]):
+class LeaveOut(OverDataset):
     """A map-style dataset that gives the next sample in the place of each that is left out.
 
     Lengths, batches and positions stay as they are, so that a checkpoint of the training without it continues with it.
@@ -34,16 +34,13 @@ class LeaveOut(Dataset[Any]):
             )
         if out and len(out) == length:
             raise ValueError(f"indices has all {length} samples of the dataset, expected some to be left")
-        self.dataset = dataset
+        super().__init__(dataset)
         self._instead: dict[int, int] = {}
         for index in out:
             other = index
             while other in out:
                 other = (other + 1) % length
             self._instead[index] = other
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[self._index(index)]
@@ -57,8 +54,3 @@ class LeaveOut(Dataset[Any]):
     def _index(self, index: Any) -> Any:
         place = operator.index(index)
         return self._instead.get(place + len(self.dataset) if place < 0 else place, index)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # pickle asks before there is one
-            raise AttributeError(name)
-        return getattr(self.dataset, name)

@@ -1,5 +1,7 @@
 """`ResumableSampler`: a distributed sampler that continues in the middle of an epoch, at once and at any world size."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -11,6 +13,19 @@ from .permutation import Permutation
 
 _FORMAT = 1
 _POSITIONS_AT_ONCE = 8192  # the permutation's fixed cost per call, many small tensor operations, is shared by all
+
+
+class IndexInEpoch(int):
+    """An index that knows the epoch for which it was drawn, in a worker process as well."""
+
+    epoch: int
+
+    @classmethod
+    def of(cls, index: int, epoch: int) -> IndexInEpoch:
+        """Returns the index of an epoch."""
+        made = cls(index)
+        made.epoch = epoch
+        return made
 
 
 class ResumableSampler(Sampler[int]):
@@ -78,6 +93,7 @@ class ResumableSampler(Sampler[int]):
         self._unit = part * (logical_ranks // self.num_replicas) if part and logical_ranks else 1
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
+        self.marks_epochs = False  # draws indices with an attribute `epoch`, for SeededSamples
         self._begin = 0  # the position at which the current iteration began, or the next one begins
         self._drawn = 0  # indices that this rank has drawn since
         self._is_resumed = False  # the next iteration continues at _begin; any other begins an epoch
@@ -116,7 +132,7 @@ class ResumableSampler(Sampler[int]):
             positions = (begin + self._places(turns)) % self.length  # repeats the first, as torch does
             for index in (positions if permutation is None else permutation(positions)).tolist():
                 self._drawn += 1
-                yield index
+                yield IndexInEpoch.of(index, epoch) if self.marks_epochs else index
         self._is_done = True
 
     def _places(self, turns: torch.Tensor) -> torch.Tensor:

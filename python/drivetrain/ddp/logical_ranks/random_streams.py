@@ -15,6 +15,7 @@ class Use(enum.Enum):
     DATA = "data"  # before the part's first forward
     MODEL = "model"  # from there on
     STEP = "step"  # the optimizer's, equal on all ranks
+    SAMPLE = "sample"  # of a dataset, by its index and epoch
 
 
 def begin(use: Use, seed: int, logical_rank: int, window: int) -> None:

@@ -99,6 +99,22 @@ def test_a_spike_that_only_shrinks_stays() -> None:
     assert found.guilty == []
 
 
+def test_a_step_that_is_asked_for_goes_before_earlier_ones() -> None:
+    values = {9: 9.0, 13: 99.0}
+
+    def run(num_steps: int, replaced: Sequence[Sample]) -> Runs:
+        record = RecordedSteps(restored=100)
+        for step in range(min(num_steps, 16)):
+            norm = 1.0 if any(one.step == step for one in replaced) else values.get(step, 1.0 + 0.01 * (step % 3))
+            record.steps.append(SeenStep([1.0], norm=norm, rate=0.1, batches=[Batch(0, step, 0, [step])]))
+        return [record]
+
+    for step, index in ((None, 9), (114, 13), (112, 9), (100, 9), (200, 9)):
+        found = explain(run, 100, 10.0, step)
+        assert isinstance(found, Explanation)
+        assert [sample.step for sample in found.guilty] == [found.spike.index] == [index]
+
+
 def test_two_samples_of_one_step_are_named() -> None:
     order = training(0, "label of another scale", ()).order  # type: ignore[attr-defined]
     for one, other in ((164, 165), (160, 175), (163, 171)):

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
                 status.update(f"run {number}: {what}")
                 return _ranks(processes, args.step, num_steps, replaced)
 
-            found = explain(once, args.steps, args.factor)
+            found = explain(once, args.steps, args.factor, args.step)
     except TrialError as error:
         print(f"drivetrain explain: rank {processes.rank}: {error}", file=sys.stderr)
         return 2

@@ -80,7 +80,7 @@ def _watched(ranks: Runs, index: int) -> Iterator[tuple[str, list[float]]]:
     """Yields the name of each value that is watched, with its course up to a step."""
     for rank, record in enumerate(ranks):
         steps = record.steps[: index + 1]
-        if len(steps) <= index:
+        if not 0 <= index < len(steps):
             continue
         suffix = f" of rank {rank}" if len(ranks) > 1 else ""
         yield f"loss{suffix}", [_largest(step.losses) for step in steps]
@@ -158,19 +158,23 @@ class Explanation:
     num_runs: int = 0
 
 
-def explain(run: Callable[[int, Sequence[Sample]], Runs], num_steps: int, factor: float) -> Explanation | Runs:
+def explain(
+    run: Callable[[int, Sequence[Sample]], Runs], num_steps: int, factor: float, step: int | None = None
+) -> Explanation | Runs:
     """Finds a spike and its samples.
 
     Args:
         run: Runs the script up to a number of steps, with the given samples replaced.
         num_steps: Steps in which the spike is looked for.
         factor: As of `spike_at`.
+        step: The training's step that spikes, from 1, which goes before earlier ones.
 
     Returns:
         The explanation, or the run in which nothing spikes.
     """
     survey = run(num_steps, [])
-    spike = first_spike(survey, factor)
+    spike = spike_at(survey, step - survey[0].restored - 1, factor) if step is not None else None
+    spike = spike or first_spike(survey, factor)
     if spike is None:
         return survey
     index = spike.index

@@ -84,7 +84,7 @@ cluster: $(STAMPS)/test-tools ## train over torchrun, SLURM and Ray on this mach
 strangers: $(STAMPS)/test-tools ## run other projects' suites with torch's classes and with ours (an hour; ARGS="timm skorch"; SUITES=folder)
 	PYTHONPATH=tests $(PYTHON) -m strangers $(if $(SUITES),--folder "$(SUITES)") $(ARGS)
 
-crashes: $(STAMPS)/built ## kill saves, cut the power, flip bits, write between steps, 1,000 rounds of each; 200 signals; 100 resumed loops, 100 moves to other ranks (an hour)
+crashes: $(STAMPS)/test-tools ## kill saves, cut the power, flip bits, write between steps, 1,000 rounds of each; 200 signals; 100 resumed loops, 100 moves to other ranks (an hour)
 	PYTHONPATH=tests $(PYTHON) -m checkpoint_crashes $(ARGS)
 
 bench: $(STAMPS)/built ## print the tables of optimizers, DDP and all-reduce (half an hour; ARGS=optim: one table)

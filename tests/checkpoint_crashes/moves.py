@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from drivetrain.data import ResumableSampler
 from warm_python import warm_context
 
 PARTS, STEPS, BATCH = 8, 2, 2
-WINDOWS = 12
 SIZES = (1, 2, 4, 8)
 LIMIT_S = 120.0
-MODELS = ("gpt", "resnet")
+MODELS = ("gpt", "llama", "resnet")
+SHARDS = ("optimizer", "optimizer", None)
+LONG_EVERY = 25
 
 
 class TinyGPT(nn.Module):
@@ -58,68 +60,89 @@ class TinyResNet(nn.Module):
         return self.head((x + self.residual(x)).relu().mean((2, 3)))
 
 
+class TinyLlama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": 13, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits.flatten(0, 1)
+
+
 def make(name: str) -> tuple[nn.Module, TensorDataset]:
     """Returns a model and its data."""
     torch.manual_seed(1)
     rng = torch.Generator().manual_seed(2)
-    if name == "gpt":
+    if name != "resnet":
         tokens = torch.randint(13, (100, 7), generator=rng)
-        return TinyGPT(), TensorDataset(tokens[:, :-1], tokens[:, 1:])
+        return TinyGPT() if name == "gpt" else TinyLlama(), TensorDataset(tokens[:, :-1], tokens[:, 1:])
     return TinyResNet(), TensorDataset(torch.randn(100, 3, 6, 6, generator=rng), torch.arange(100) % 10)
 
 
-def train(
-    name: str,
-    folder: Path,
-    life: int,
-    rank: int,
-    size: int,
-    death: tuple[int, float] | None,
-    in_place: bool,
-    shard: str | None,
-) -> None:
-    """Trains as one rank. in_place: ranks continue in this process once others have died."""
+@dataclass(frozen=True)
+class Training:
+    """A training in a folder, on any number of ranks.
+
+    in_place: ranks continue in their process once others have died. shard: as of DistributedDataParallel.
+    """
+
+    model: str
+    folder: Path
+    steps: int = 12
+    in_place: bool = False
+    shard: str | None = None
+
+    @property
+    def limit_s(self) -> float:
+        return LIMIT_S + self.steps
+
+
+def train(of: Training, life: int, rank: int, size: int, death: tuple[int, float] | None) -> None:
+    """Trains as one rank."""
     torch.set_num_threads(1)
-    os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)  # ranks of a dead one say a lot
-    limit = LIMIT_S / 6 if in_place else LIMIT_S  # some of gloo's collectives notice a death by their timeout only
-    store = dist.FileStore(str(folder / f"store-{life}"), size)
+    os.dup2(os.open(of.folder / "errors", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)  # ranks of a dead one say a lot
+    limit = of.limit_s / 6 if of.in_place else of.limit_s  # some of gloo's collectives notice a death by it only
+    store = dist.FileStore(str(of.folder / f"store-{life}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
-    if in_place:
-        continue_in_place(lambda: train_in_group(name, folder, death, shard), folder / "checkpoints", timeout=LIMIT_S)
+    if of.in_place:
+        continue_in_place(lambda: train_in_group(of, death), of.folder / "checkpoints", timeout=of.limit_s)
     else:
-        train_in_group(name, folder, death, shard)
+        train_in_group(of, death)
     dist.destroy_process_group()
 
 
-def train_in_group(name: str, folder: Path, death: tuple[int, float] | None, shard: str | None) -> None:
+def train_in_group(of: Training, death: tuple[int, float] | None) -> None:
     """Trains from the newest checkpoint on, and notes the bits of every step.
 
     death: the step at which this rank begins to die, and the seconds until it does.
     """
     rank = dist.get_rank()
-    model, dataset = make(name)
+    model, dataset = make(of.model)
     torch.manual_seed(3 + rank)
-    wrapped = DistributedDataParallel(model, logical_ranks=PARTS, shard=shard)
+    wrapped = DistributedDataParallel(model, logical_ranks=PARTS, shard=of.shard)
     optimizer = drivetrain.optim.AdamW(model.parameters(), lr=0.01)
     sampler = ResumableSampler(dataset, logical_ranks=PARTS, part=STEPS * BATCH)
     loader = DataLoader(dataset, BATCH, sampler=sampler, generator=torch.Generator())
     window = drivetrain.accumulate(wrapped, optimizer, STEPS, max_grad_norm=1.0)
     parts: dict[str, Any] = {"model": wrapped, "optimizer": optimizer, "data": loader, "window": window}
-    with Checkpointer(folder / "checkpoints", **parts, every=1, signals=(), timeout=LIMIT_S) as ckpt, window:
-        for epoch in range(ckpt.epoch, WINDOWS):
-            if ckpt.steps == WINDOWS:
+    with Checkpointer(of.folder / "checkpoints", **parts, every=1, signals=(), timeout=of.limit_s) as ckpt, window:
+        for epoch in range(ckpt.epoch, of.steps):
+            if ckpt.steps == of.steps:
                 break
             sampler.set_epoch(epoch)
             for x, targets in loader:
                 loss = F.cross_entropy(wrapped(x), targets.flatten())
                 if not window.backward(loss, weight=targets.numel()):
                     continue
-                note(folder / f"log-{rank}", ckpt.steps, model, optimizer)
+                note(of.folder / f"log-{rank}", ckpt.steps, model, optimizer)
                 if death is not None and ckpt.steps >= death[0]:
                     threading.Thread(target=_die_after, args=(death[1],), daemon=True).start()
                     death = None
                 ckpt.step()
-                if ckpt.steps == WINDOWS:
+                if ckpt.steps == of.steps:
                     break
 
 
@@ -136,29 +159,18 @@ def _die_after(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def live(
-    name: str,
-    folder: Path,
-    life: int,
-    size: int,
-    deaths: Mapping[int, tuple[int, float]],
-    in_place: bool = False,
-    shard: str | None = None,
-) -> list[int | None]:
+def live(of: Training, life: int, size: int, deaths: Mapping[int, tuple[int, float]]) -> list[int | None]:
     """Runs the ranks of one life, and returns their exit codes.
 
     deaths: step and delay, by rank. Unless the others continue in place, all end once one has died.
     """
     context = warm_context()
-    ranks = [
-        context.Process(target=train, args=(name, folder, life, rank, size, deaths.get(rank), in_place, shard))
-        for rank in range(size)
-    ]
+    ranks = [context.Process(target=train, args=(of, life, rank, size, deaths.get(rank))) for rank in range(size)]
     for process in ranks:
         process.start()
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + of.limit_s
     while any(process.is_alive() for process in ranks) and time.monotonic() < end:
-        if not in_place and any(process.exitcode not in (None, 0) for process in ranks):
+        if not of.in_place and any(process.exitcode not in (None, 0) for process in ranks):
             break
         time.sleep(0.01)
     for process in ranks:
@@ -171,36 +183,38 @@ def lines_of(folder: Path) -> set[tuple[int, int]]:
     return {tuple(json.loads(line)) for log in folder.glob("log-*") for line in log.read_text().splitlines()}
 
 
-def move_round(name: str, folder: Path, seed: int) -> list[str]:
+def move_round(name: str, folder: Path, seed: int, steps: int, lives: int) -> list[str]:
     """Runs a training on one number of ranks, and again with deaths and other numbers. Returns what is wrong.
 
-    The second one shares the optimizer's states among the ranks of most lives.
+    The second one shares the optimizer's states, or gradients as well, among the ranks of most lives.
     """
     rng = random.Random(seed)
-    steps = [*sorted(rng.sample(range(WINDOWS - 1), 2)), None]
+    ends = [*sorted(rng.sample(range(steps - 1), lives - 1)), None]
     (folder / "whole").mkdir(parents=True)
     (folder / "moved").mkdir()
-    if any(codes := live(name, folder / "whole", 0, rng.choice(SIZES), {})):
+    if any(codes := live(Training(name, folder / "whole", steps), 0, rng.choice(SIZES), {})):
         return [f"the ranks of the whole run ended with {codes}"]
-    sizes = rng.sample(SIZES, 3)
-    for life, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+    sizes = [*rng.sample(SIZES, 3), *rng.choices(SIZES, k=lives - 3)]
+    for life, (size, step) in enumerate(zip(sizes, ends, strict=True)):
         deaths = {} if step is None else {rng.randrange(size): (step, rng.random() * 0.05)}
-        codes = live(name, folder / "moved", life, size, deaths, shard=rng.choice(("optimizer", "optimizer", None)))
+        moved = Training(name, folder / "moved", steps, shard=rng.choice(SHARDS))
+        codes = live(moved, life, size, deaths)
         if step is None and any(codes):
             return [f"the last ranks ended with {codes}"]
     want, got = lines_of(folder / "whole"), lines_of(folder / "moved")
-    if len(want) != WINDOWS:
+    if len(want) != steps:
         return [f"the ranks of the whole run differ: {sorted(want)}"]
     wrong = sorted({step for step, _ in got ^ want})
-    return [f"steps {wrong} differ, deaths at {steps[:2]} on {sizes} ranks"] if wrong else []
+    return [f"steps {wrong} differ, deaths at {ends[:-1]} on {sizes} ranks"] if wrong else []
 
 
 def move_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
-    """Yields (seed, True, problems) for each seed. Seeds take the models in turn."""
+    """Yields (seed, True, problems) for each seed. Seeds take the models in turn, and some trainings are long."""
     for seed in seeds:
         name = MODELS[seed % len(MODELS)]
+        steps, lives = (300, 6) if seed % LONG_EVERY == 0 else (12, 3)
         place = folder / f"move-{seed}"
-        problems = [f"{name}: {problem}" for problem in move_round(name, place, seed)]
+        problems = [f"{name}: {problem}" for problem in move_round(name, place, seed, steps, lives)]
         if not problems:
             shutil.rmtree(place)
         yield seed, True, problems

@@ -68,10 +68,12 @@ def test_runs_with_logical_ranks_move_to_other_numbers_of_ranks(tmp_path: Path) 
 
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_survivors_with_logical_ranks_continue_with_the_same_bits(tmp_path: Path, shard: str | None) -> None:
-    for place in ("whole", "left"):
-        (tmp_path / place).mkdir()
-    assert moves.live("gpt", tmp_path / "whole", 0, 8, {}) == [0] * 8
-    codes = moves.live("gpt", tmp_path / "left", 0, 4, {1: (4, 0.0), 3: (4, 0.0)}, in_place=True, shard=shard)
+    whole = moves.Training("gpt", tmp_path / "whole")
+    left = moves.Training("gpt", tmp_path / "left", in_place=True, shard=shard)
+    for of in (whole, left):
+        of.folder.mkdir()
+    assert moves.live(whole, 0, 8, {}) == [0] * 8
+    codes = moves.live(left, 0, 4, {1: (4, 0.0), 3: (4, 0.0)})
     assert codes == [0, -9, 0, -9], (tmp_path / "left" / "errors").read_text()
     assert moves.lines_of(tmp_path / "left") == moves.lines_of(tmp_path / "whole")
 

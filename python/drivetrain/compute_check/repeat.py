@@ -66,8 +66,8 @@ def results_of(output: Any) -> list[Tensor]:
 def hash_of(tensor: Tensor) -> int:
     """Hashes values. All nan are one value, because their bits depend on the alignment of memory."""
     values = (tensor.coalesce().values() if tensor.is_sparse else tensor).detach().contiguous()
-    is_nan = values.isnan()
-    return _C.hash_tensor(values.masked_fill(is_nan, math.nan) if is_nan.any() else values)
+    may_have_nan = bool(values.sum().isnan())  # A sum takes a sixth of the time of isnan().
+    return _C.hash_tensor(values.masked_fill(values.isnan(), math.nan) if may_have_nan else values)
 
 
 def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: RecordedStep) -> dict[str, int]:

@@ -216,16 +216,21 @@ def test_a_script_continues_from_its_checkpoint(
     assert files_in(in_warm_processes) == before
 
 
+def explained_on_two_ranks(folder: Path, script: str, *options: str, modules: Sequence[str] = ()) -> str:
+    (folder / "train.py").write_text(script)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "drivetrain", "explain")
+    command = [warm_python(*modules), *launch, *options, "train.py"]
+    env = {**warm_environ(*modules), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_a_script_of_two_ranks(tmp_path: Path) -> None:
     planted = order_of_sampler()[4 * 9 + 2 * 1 + 1]  # of rank 1 in step 10
     script = SCRIPT.format(planted=planted, workers=0).replace("batch_size=4", "batch_size=2")
-    (tmp_path / "train.py").write_text(script)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "drivetrain", "explain")
-    command = [warm_python(), *launch, "--steps", "12", "train.py"]
-    env = {**warm_environ(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"  index {planted} (rows/{planted}.txt): rank 1, step 10, batch 1 of the step, position 1\n" in done.stdout
+    said = explained_on_two_ranks(tmp_path, script, "--steps", "12")
+    assert f"  index {planted} (rows/{planted}.txt): rank 1, step 10, batch 1 of the step, position 1\n" in said
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -463,6 +468,15 @@ def test_a_trainer(
     Path("train.py").write_text(script.format(planted=planted))
     assert main(["explain", "--steps", "20", "train.py"]) == 0
     said = capsys.readouterr().out
+    assert f"It goes without this sample:\n  index {planted}: rank 0, step " in said
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="takes half a minute: WHOLE=1 runs it")
+@pytest.mark.parametrize("script", [HUGGING_FACE, LIGHTNING], ids=["hugging_face", "lightning"])
+def test_a_trainer_on_two_ranks(script: str, tmp_path: Path) -> None:
+    planted = 55 if script is HUGGING_FACE else 62
+    on_two = script.format(planted=planted).replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"')
+    said = explained_on_two_ranks(tmp_path, on_two, "--steps", "20", modules=installed_frameworks())
     assert f"It goes without this sample:\n  index {planted}: rank 0, step " in said
 
 

@@ -108,9 +108,10 @@ class Scatter : public PendingReduce {
 // Start the reduce-scatter of a contiguous tensor on the CPU. Return null if an all-reduce is better. returning: null:
 // sums go to one rank each.
 
-// Adds values in the order of gloo's all-reduce, so that the result has the same bits.
+// Adds values in the order of gloo's all-reduce, so that the result has the same bits. in_tree: in a tree's (SumJob).
 std::unique_ptr<PendingReduce> start_torch_scatter(const at::Tensor& flat, ElementType type, const RankRanges& ranges,
-                                                   TorchComm& group, std::shared_ptr<TorchComm> returning);
+                                                   TorchComm& group, std::shared_ptr<TorchComm> returning,
+                                                   bool in_tree = false);
 
 // Rounds float32 values for the wire. As in the all-reduce of wire.cpp, values are added in rank order and rounded
 // again, so that the result has the same bits. carried: null if no errors are carried.

@@ -1,4 +1,4 @@
-// Implements the reduce-scatter over a gloo process group, with the bits of gloo's all-reduce.
+// Implements the reduce-scatter over a gloo process group, with the bits of gloo's all-reduce or of a tree.
 #include <algorithm>
 #include <cstring>
 
@@ -29,10 +29,11 @@ int64_t ring_chunk_bytes(int64_t bytes, int64_t element, int size) {
 class TorchScatter final : public Scatter {
  public:
   TorchScatter(at::Tensor flat, ElementType type, ScatterPlan plan, TorchComm& group,
-               std::shared_ptr<TorchComm> returning)
+               std::shared_ptr<TorchComm> returning, bool in_tree)
       : Scatter(std::move(plan), kExchangeBytes / bytes_of(type), std::move(returning)),
         flat_(std::move(flat)),
         type_(type),
+        in_tree_(in_tree),
         chunk_(ring_chunk_bytes(static_cast<int64_t>(flat_.nbytes()), bytes_of(type), plan_.size) / bytes_of(type)) {
     start(group);
   }
@@ -45,6 +46,10 @@ class TorchScatter final : public Scatter {
   }
 
   void sum(const Span& span, std::vector<char*> inputs, int64_t /*before*/) override {
+    if (in_tree_) {
+      sum_range({type_, type_, inputs.data(), plan_.size, &inputs[plan_.rank], 1, 0, span.end - span.begin, 1.0, true});
+      return;
+    }
     for (int64_t begin = span.begin, end = begin; begin < span.end; begin = end) {
       const int64_t chunk = begin / chunk_;
       end = std::min(span.end, (chunk + 1) * chunk_);
@@ -75,18 +80,20 @@ class TorchScatter final : public Scatter {
 
   const at::Tensor flat_;
   const ElementType type_;
+  const bool in_tree_;
   const int64_t chunk_;  // values
 };
 
 }  // namespace
 
 std::unique_ptr<PendingReduce> start_torch_scatter(const at::Tensor& flat, ElementType type, const RankRanges& ranges,
-                                                   TorchComm& group, std::shared_ptr<TorchComm> returning) {
+                                                   TorchComm& group, std::shared_ptr<TorchComm> returning,
+                                                   bool in_tree) {
   ScatterPlan plan = {group.rank(), group.size(), 1, {{0, flat.numel()}}};
   plan.assign(ranges, bytes_of(type));
   if (!plan.pays || (plan.most_back > 0 && !returning)) return nullptr;
   DT_INVARIANT(flat.is_contiguous());
-  return std::make_unique<TorchScatter>(flat, type, std::move(plan), group, std::move(returning));
+  return std::make_unique<TorchScatter>(flat, type, std::move(plan), group, std::move(returning), in_tree);
 }
 
 }  // namespace drivetrain::ddp

@@ -266,11 +266,16 @@ class WireComm final : public Comm {
   std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
                                                bool as_sum) override {
     if (!is_taken(flat)) return group_.start_scatter(flat, ranges, as_sum);
-    if (format_ == WireFormat::kExact) return start_sum(flat);
     DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
     chain_->check();
-    const std::shared_ptr<CarriedErrors> errors = errors_of(flat);
-    auto reduce = start_wire_scatter(flat, format_, *ranges, errors.get(), group_, scatter_returning_);
+    std::unique_ptr<PendingReduce> reduce;
+    if (format_ == WireFormat::kExact) {
+      const ElementType type = *element_type(flat.scalar_type());
+      reduce = start_torch_scatter(flat, type, *ranges, group_, scatter_returning_, /*in_tree=*/true);
+    } else {
+      const std::shared_ptr<CarriedErrors> errors = errors_of(flat);
+      reduce = start_wire_scatter(flat, format_, *ranges, errors.get(), group_, scatter_returning_);
+    }
     return reduce ? std::move(reduce) : start_sum(flat);
   }
 

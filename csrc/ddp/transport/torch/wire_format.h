@@ -12,7 +12,7 @@ namespace drivetrain::ddp {
 
 enum class WireFormat : uint8_t {
   kBFloat16,
-  kExact,   // as the tensor has them, summed in the order of a tree; for all-reduces
+  kExact,   // as the tensor has them, summed in the order of a tree
   kFloat8,  // e5m2 in blocks with a scale (float8_wire.h); each value's rounding error is added to its next transfer
 };
 

@@ -423,6 +423,7 @@ void Reducer::end_part(bool is_first) {
   const Lock lock(mutex_);
   if (is_first) part_sums_.clear();
   const at::NoGradGuard no_grad_tracking;
+  if (put_aside_) put_aside_();  // zeros that a step has left
   part_sums_.end_part(weights_.take());
   weights_.note_gradients();
 }

@@ -32,7 +32,7 @@ namespace py = pybind11;
 namespace drivetrain::grad {
 namespace {
 
-double sum_of_squares_of(const std::vector<at::Tensor>& tensors) {
+std::vector<Gradient> gradients_of(const std::vector<at::Tensor>& tensors) {
   std::vector<Gradient> gradients;
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.is_cpu() || !tensor.is_contiguous() || !formats::format_of(tensor.scalar_type())) {
@@ -42,8 +42,12 @@ double sum_of_squares_of(const std::vector<at::Tensor>& tensors) {
     }
     gradients.push_back({formats::array_of(tensor), formats::real_numel(tensor)});
   }
-  return sum_of_squares(gradients);
+  return gradients;
 }
+
+double sum_of_squares_of(const std::vector<at::Tensor>& tensors) { return sum_of_squares(gradients_of(tensors)); }
+
+std::vector<double> chunk_sums_of(const std::vector<at::Tensor>& tensors) { return chunk_sums(gradients_of(tensors)); }
 
 // Returns whether passes of native code may replace torch's operations: nothing observes these, and the gradients are
 // dense tensors of the host.
@@ -103,6 +107,8 @@ void register_grad(py::module_& m) {
   using no_gil = py::call_guard<py::gil_scoped_release>;  // A hook that holds its mutex never waits for the GIL.
   m.def("has_block_products", &has_block_products);
   m.def("sum_of_squares", &sum_of_squares_of, py::arg("tensors"), no_gil());
+  m.def("chunk_sums", &chunk_sums_of, py::arg("tensors"), no_gil());
+  m.def("sum_of_chunks", &sum_of_chunks, py::arg("sums"), no_gil());
   m.def("clip_norm", &clip_norm, py::arg("grads"), no_gil());
   m.def("multiply_gradients", &multiply_gradients, py::arg("grads"), py::arg("factor"), no_gil());
   // Python hooks on saved tensors may raise, as activation checkpointing's hooks do. torch's errors must keep torch's

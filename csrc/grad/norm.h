@@ -17,10 +17,12 @@ struct Gradient {
   int64_t numel;
 };
 
-// Sums in double, in the order of summation.h, with the same bits for every device, instruction set and number of
-// threads. The sum is not finite exactly if an element is not, or if a sum of float64 overflows. The gradients must be
-// in host memory.
-double sum_of_squares(const std::vector<Gradient>& gradients);
+// Sums the squares of each chunk in double, in the order of summation.h. Devices, instruction sets and threads do not
+// change the bits. The gradients must be in host memory.
+std::vector<double> chunk_sums(const std::vector<Gradient>& gradients);
+// Adds the sums of all chunks. The sum is not finite exactly if an element is not, or if a sum of float64 overflows.
+double sum_of_chunks(const std::vector<double>& sums);
+inline double sum_of_squares(const std::vector<Gradient>& gradients) { return sum_of_chunks(chunk_sums(gradients)); }
 
 // Sums elements [begin, end), at most formats::kChunk of them. One copy per instruction set.
 DT_PER_ISA(double sum_of_squares_cpu(const formats::TypedArray& values, int64_t begin, int64_t end))

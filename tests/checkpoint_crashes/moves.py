@@ -32,7 +32,7 @@ PARTS, STEPS, BATCH = 8, 2, 2
 SIZES = (1, 2, 4, 8)
 LIMIT_S = 120.0
 MODELS = ("gpt", "llama", "resnet")
-SHARDS = ("optimizer", "optimizer", None)
+SHARDS = ("optimizer", "gradients", None)
 LONG_EVERY = 25
 
 

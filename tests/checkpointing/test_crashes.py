@@ -66,7 +66,7 @@ def test_runs_with_logical_ranks_move_to_other_numbers_of_ranks(tmp_path: Path) 
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer"])
+@pytest.mark.parametrize("shard", [None, "gradients"])
 def test_survivors_with_logical_ranks_continue_with_the_same_bits(tmp_path: Path, shard: str | None) -> None:
     whole = moves.Training("gpt", tmp_path / "whole")
     left = moves.Training("gpt", tmp_path / "left", in_place=True, shard=shard)

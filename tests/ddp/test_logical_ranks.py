@@ -176,7 +176,7 @@ def assert_same_bits(got: Any, want: Any, what: str) -> None:
             assert a is None or torch.equal(a, b), f"{what}: {row}, {index}"
 
 
-SHARDED = {"shard": "optimizer"}
+SHARDED, IN_ROWS = {"shard": "optimizer"}, {"shard": "gradients"}
 WAYS = [(dtype, carrier, {}) for dtype in (torch.float32, torch.bfloat16, torch.float64) for carrier in CARRIERS]
 WAYS += [(torch.float32, "shm", SHARDED), (torch.bfloat16, "torch", {**SHARDED, "overlap_gather": True})]
 
@@ -258,7 +258,8 @@ def train_scaled(options: dict[str, Any], group_size: int = 0) -> list[Any]:
 
 def test_scaler_and_norm(pools: dict[int, RankPool]) -> None:
     results = [got for pool in pools.values() for got in pool.run(train_scaled, {})]
-    results += [*pools[2].run(train_scaled, SHARDED), *pools[4].run(train_scaled, SHARDED, 2)]
+    for options in (SHARDED, IN_ROWS):
+        results += [*pools[2].run(train_scaled, options), *pools[4].run(train_scaled, options, 2)]
     for got in results:
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got[0], results[0][0], strict=True))
         assert_same_bits(got[1:], results[0][1:], "scaled")
@@ -274,16 +275,17 @@ class Shapes(nn.Module):
         self.head = nn.Linear(6, 5)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, is_scaled: bool) -> Tensor:
         image = self.embed(tokens).tanh().view(-1, 4, 8, 8).contiguous(memory_format=torch.channels_last)
-        return self.head(self.conv(image).mean((2, 3))) * self.scale
+        x = self.head(self.conv(image).mean((2, 3)))
+        return x * self.scale if is_scaled else x
 
 
 def make_two_rules(model: Shapes) -> torch.optim.Optimizer:
     """The native step reads the parameters of a rule together, wherever they are."""
     middle = {"params": [*model.conv.parameters()], "amsgrad": True}
     groups = [{"params": [model.embed.weight]}, middle, {"params": [model.scale, *model.head.parameters()]}]
-    return drivetrain.optim.AdamW(groups, lr=0.01)
+    return drivetrain.optim.AdamW(groups, lr=0.01, zero_grads_in_step=True)
 
 
 ALL: dict[str, tuple[torch.dtype, Callable[[Shapes], torch.optim.Optimizer]]] = {
@@ -291,6 +293,7 @@ ALL: dict[str, tuple[torch.dtype, Callable[[Shapes], torch.optim.Optimizer]]] = 
         torch.bfloat16,
         lambda model: drivetrain.optim.AdamW(model.parameters(), state_bits=8, min_8bit_size=512, rounding="kahan"),
     ),
+    "torch": (torch.float32, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)),
     "24 bits": (torch.bfloat16, lambda model: drivetrain.optim.AdamW(model.parameters(), master_bits=24)),
     "two rules": (torch.float32, make_two_rules),
     "LAMB": (torch.float32, lambda model: drivetrain.optim.LAMB(model.parameters())),
@@ -300,7 +303,7 @@ ALL: dict[str, tuple[torch.dtype, Callable[[Shapes], torch.optim.Optimizer]]] = 
 
 
 def train_all(name: str, options: dict[str, Any]) -> list[Any]:
-    """Trains with one of the optimizers, which clip in their steps."""
+    """Trains with one of the optimizers. Half of the parts leave a parameter out."""
     parts = PARTS // dist.get_world_size()
     dtype, make = ALL[name]
     torch.manual_seed(1)
@@ -308,22 +311,24 @@ def train_all(name: str, options: dict[str, Any]) -> list[Any]:
     wrapped = DDP(model, logical_ranks=PARTS, **options)
     optimizer = make(model)
     norms = []
-    with drivetrain.accumulate(wrapped, optimizer, 1, max_grad_norm=0.01) as window:
+    with drivetrain.accumulate(wrapped, optimizer, STEPS, max_grad_norm=0.01) as window:
         for number in range(3):
-            for logical_rank in range(dist.get_rank() * parts, (dist.get_rank() + 1) * parts):
-                rng = torch.Generator().manual_seed(PARTS * number + logical_rank)
+            for micro in range(dist.get_rank() * parts * STEPS, (dist.get_rank() + 1) * parts * STEPS):
+                rng = torch.Generator().manual_seed(100 * number + micro)
                 tokens, targets = torch.randint(16, (4,), generator=rng), torch.randint(5, (4,), generator=rng)
-                window.backward(F.cross_entropy(wrapped(tokens).float(), targets), logical_rank + 0.1)
-            norms.append(torch.tensor(optimizer.grad_norm, dtype=torch.float64))
+                output = wrapped(tokens, micro // STEPS % 2 > 0)
+                window.backward(F.cross_entropy(output.float(), targets), micro + 0.1)
+            norms.append(torch.tensor(getattr(optimizer, "grad_norm", 0), dtype=torch.float64))
     return [norms, values_of(model, optimizer)]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_sharded_optimizers(pools: dict[int, RankPool], name: str) -> None:
     (want,) = pools[1].run(train_all, name, SHARDED)  # divides nothing
-    for size in (2, 4):
-        for rank, got in enumerate(pools[size].run(train_all, name, SHARDED)):
-            assert_same_bits(got, want, f"{name}, rank {rank} of {size}")
+    for size, carrier in ((2, "shm"), (4, "shm"), (4, "torch")):
+        for options in [SHARDED, IN_ROWS][size == 4 and carrier == "shm" :]:
+            for rank, got in enumerate(pools[size].run(train_all, name, {"transport": carrier, **options})):
+                assert_same_bits(got, want, f"{name}, rank {rank} of {size}, {carrier}, {options}")
 
 
 @pytest.mark.parametrize("name", ["two rules", "Adafactor"])
@@ -414,11 +419,11 @@ def test_checkpoints_continue_with_the_same_bits_on_other_numbers_of_ranks(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     (want, *_) = pools[4].run(train_with_checkpoints, tmp_path / "whole", 7, {})
-    for options in ({}, SHARDED):
-        for size, until in ((8, 2), (2, 4), (1, 5), (4, 7)):
-            directory = tmp_path / f"moved-{len(options)}"
+    for options in ({}, SHARDED, IN_ROWS):
+        for size, until in ((8, 2), (2, 4), (1, 5), (4, 6), (4, 7)):
+            directory = tmp_path / f"moved-{options}"
             (got, *_) = pools[size].run(train_with_checkpoints, directory, until, options)
-        assert_same_bits([got], [want], f"after four starts, {options}")
+        assert_same_bits([got], [want], f"after all starts, {options}")
 
 
 # ---- What is refused.
@@ -430,7 +435,6 @@ def refusals() -> None:
         assert "a power of two" in message_of(ValueError, lambda count=count: DDP(model, logical_ranks=count))
     assert "multiple of the number of ranks, 2" in message_of(ValueError, lambda: DDP(model, logical_ranks=1))
     options: list[dict[str, Any]] = [
-        {"shard": "gradients"},
         {"wire_dtype": torch.bfloat16},
         {"check_gradients": "skip"},
         {"static_graph": True},

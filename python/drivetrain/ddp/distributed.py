@@ -114,7 +114,7 @@ class DistributedDataParallel(ReducesOverGroups):
         expert_groups: Patterns of names, such as "experts.*", each with the group that reduces these parameters and
             buffers. Their `.grad` is the sum over that group, divided by the number of ranks in `process_group`.
         logical_ranks: Divides the global batch into that many parts, a power of two. Each number of ranks that divides
-            it gets the same bits, also with shard="optimizer". Train with `accumulate`; docs/logical-ranks.md says what
+            it gets the same bits, also with `shard`. Train with `accumulate`; docs/logical-ranks.md says what
             else it needs.
 
     Raises:
@@ -221,7 +221,8 @@ class DistributedDataParallel(ReducesOverGroups):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, sync: bool) -> None:
         self.__dict__["_asks_for_sync"] = sync
-        sync = sync or self.__dict__.get("_shard") == "gradients"  # no rank has memory for gradients of all rows
+        # No rank has memory for gradients of all rows, unless it collects them for a logical rank.
+        sync = sync or (self.__dict__.get("_shard") == "gradients" and not self._logical_ranks)
         self.__dict__["_require_backward_grad_sync"] = sync
         if self._has_reducer():
             self.reducer.set_sync(sync)

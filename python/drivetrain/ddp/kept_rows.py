@@ -32,8 +32,9 @@ Seen = tuple[weakref.ref[Tensor], int] | None  # a gradient and its version
 class KeptRows:
     """The gradients of which each rank keeps its rows: `.grad` is a DTensor over them.
 
-    Every backward reduces. The rows of its result are added to the kept ones. After weighted backwards under no_sync()
-    these are sums, which the next one outside of it divides by the sum of all weights.
+    Every backward reduces; with logical ranks a window's last one. The rows of its result are added to the kept ones.
+    After weighted backwards under no_sync() these are sums, which the next one outside of it divides by the sum of all
+    weights.
 
     On CUDA the host waits for no device. An error that only the device can find is raised in a later backward.
 
@@ -125,6 +126,14 @@ class KeptRows:
         else:
             self._count(*total, ends)
         self._seen = self._see()
+
+    def divide(self) -> None:
+        """Divides the rows that a weighted backward has reduced by the ranks' weights. Nothing was kept before it."""
+        reducer = self._reducer()
+        assert reducer is not None
+        total = reducer.weighted_total()
+        assert isinstance(total, tuple)  # logical ranks with rows are for the CPU
+        self._count(*total, ends=True)
 
     def _count(self, weight: float, holding: float, ends: bool) -> None:
         """Counts a backward. weight: over ranks; holding: the number of ranks that had gradients to add to."""

@@ -58,7 +58,7 @@ def check(shard: str | None, shard_group: Any, others: dict[str, Any]) -> None:
         )
     refused = ["mixed_precision", "delay_all_reduce_named_params"]
     if shard == "gradients":
-        refused += ["static_graph", "find_unused_parameters", "check_gradients", "logical_ranks"]
+        refused += ["static_graph", "find_unused_parameters", "check_gradients"]
     for name in refused:
         if others.get(name):
             instead = " or pass shard='optimizer'" if shard == "gradients" and refused.index(name) > 1 else ""
@@ -94,8 +94,8 @@ def keeps_buckets_small(wrapper: Any) -> str:
 
 
 def rows_of(wrapper: Any) -> KeptRows | None:
-    """Returns what keeps this rank's rows of the wrapper's gradients; None: it keeps all rows."""
-    return None if wrapper._sharding is None else wrapper._sharding.rows
+    """Returns what adds up this rank's rows of every backward's gradients; None: backwards collect all rows."""
+    return None if wrapper._sharding is None or wrapper._logical_ranks else wrapper._sharding.rows
 
 
 @contextmanager
@@ -112,6 +112,9 @@ def weighted(wrapper: Any, weight: float) -> Iterator[None]:
         failed = False
     finally:
         wrapper.reducer.end_weighted(failed)
+    sharding = wrapper._sharding
+    if sharding is not None and sharding.rows is not None and wrapper._asks_for_sync:
+        sharding.rows.divide()
 
 
 def of(wrapper: Any, shard: str | None, shard_group: Any, *, overlaps: bool) -> "Sharding | None":

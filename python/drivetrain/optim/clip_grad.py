@@ -1,6 +1,8 @@
 """Gradient clipping with torch's bits: one parallel read for the norm, and a parallel write only if it clips."""
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +12,7 @@ from .. import _C
 from .in_backward import is_stepped_in_backward
 from .kept import WHY_NOT_CLIPPED
 from .sharded import over_groups, pieces
-from .sharded.dtensors import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares
+from .sharded.dtensors import is_dtensor, local_part, replicated, settle_gradient, sum_of_squares, whole_values
 
 _torchs_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_  # install(optim=True) puts the function below in its place
 
@@ -62,8 +64,9 @@ def clip_grad_norm_(
         if not grads and any(is_stepped_in_backward(param) for param in params):
             raise NotImplementedError(f"clip_grad_norm_() finds no gradient: {WHY_NOT_CLIPPED}")
         if is_two and any(is_dtensor(param) or is_dtensor(param.grad) for param in params):
+            norm = _whole_norm(params) if pieces.have_whole_norms(params) else None
             with pieces.parts_with_gradients(params) as stand_ins:
-                return _clip_over_ranks(stand_ins, max_norm, error_if_nonfinite)
+                return _clip_over_ranks(stand_ins, max_norm, error_if_nonfinite, norm)
         norm = _clip_natively(params, grads, float(max_norm), foreach) if is_two else None
         if norm is not None:
             return norm
@@ -84,12 +87,27 @@ def _clip_natively(params: list[Tensor], grads: list[Tensor], max_norm: float, f
     return norm
 
 
+def _whole_norm(params: list[Tensor]) -> Tensor:
+    """Returns the 2-norm with the bits of whole gradients. Gathers one at a time."""
+    norms: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch takes the norms of one dtype together
+    for param in params:
+        if param.grad is not None:
+            norms[param.grad.dtype].append(torch.linalg.vector_norm(whole_values(param.grad, param)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([*itertools.chain(*norms.values())]))
+    return norm
+
+
 @torch.no_grad()
-def _clip_over_ranks(params: list[Tensor], max_norm: float, error_if_nonfinite: bool) -> Tensor:
-    """Clips where ranks hold different parameters, or parts of them. With DTensors the norm is a replicated one."""
+def _clip_over_ranks(
+    params: list[Tensor], max_norm: float, error_if_nonfinite: bool, norm: Tensor | None = None
+) -> Tensor:
+    """Clips where ranks hold different parameters, or parts of them. With DTensors the norm is a replicated one.
+
+    norm: of all ranks' gradients; None: to be found.
+    """
     for index, param in enumerate(params):
         settle_gradient(param, f"parameter {index} of clip_grad_norm_()".__str__)
-    norm = sum_of_squares(params).sqrt()
+    norm = sum_of_squares(params).sqrt() if norm is None else norm
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(  # torch's words
             "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To "

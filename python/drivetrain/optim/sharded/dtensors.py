@@ -214,6 +214,14 @@ def _sum_over_groups(ranks: "ReducesOverGroups", params: Sequence[Tensor]) -> Te
     return squares
 
 
+def whole_values(grad: Tensor, like: Tensor) -> Tensor:
+    """Returns all ranks' values of a gradient, one-dimensional and in the order in which a tensor like it has them."""
+    whole = (grad.full_tensor() if is_dtensor(grad) else grad).detach()
+    if whole.stride() != like.stride():
+        whole = torch.empty_like(like, dtype=whole.dtype, requires_grad=False).copy_(whole)
+    return whole.as_strided((whole.numel(),), (1,))
+
+
 def summed(values: Tensor, mesh: "DeviceMesh", dims: Sequence[int]) -> Tensor:
     """Sums values over mesh dimensions. Offloaded values may be on another device than the process groups."""
     there = values if values.device.type == mesh.device_type else values.to(mesh.device_type)

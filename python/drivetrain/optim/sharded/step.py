@@ -1,6 +1,7 @@
 """Steps each rank's own part of DTensor parameters, as plain tensors that the native step takes."""
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .dtensors import (
     shared_value,
     split_dims,
     sum_of_squares,
+    whole_values,
     why_not,
     why_not_stepped,
 )
@@ -115,23 +117,21 @@ class Shards:
 
 
 def sum_of_whole_squares(rule: Rule, groups: list[Group]) -> Tensor:
-    """Sums the squares of gradients that this rank has whole, on the CPU, in the order of an unsharded step.
+    """Sums the squares of gradients on the CPU in the order of an unsharded step. Gathers one of rows at a time.
 
     Returns:
         float64 [].
     """
-    batches: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)  # as the native step divides parameters
+    batches: dict[tuple[str, bool], list[float]] = defaultdict(list)  # as the native step divides parameters
     for group in groups:
         name = rule.name_of(group)
         for param in group["params"]:
-            if (grad := param.grad) is None or grad.numel() == 0:
+            if param.grad is None or param.numel() == 0:
                 continue
             like = torch.empty(param.shape) if name == "adafactor" else param  # a rule that reads row by row
-            if grad.stride() != like.stride():
-                grad = torch.empty_like(like, dtype=grad.dtype).copy_(grad)
             in_double = param.dtype in (torch.float64, torch.complex128)
-            batches[name, in_double].append(grad.detach().as_strided((grad.numel(),), (1,)))
-    return torch.tensor(_C.sum_of_squares([grad for batch in batches.values() for grad in batch]), dtype=torch.float64)
+            batches[name, in_double] += _C.chunk_sums([whole_values(param.grad, like)])
+    return torch.tensor(_C.sum_of_chunks([*itertools.chain(*batches.values())]), dtype=torch.float64)
 
 
 def _write_back(

@@ -24,4 +24,6 @@ double sum_of_chunks(const std::vector<double>& sums) {
   return total.get();
 }
 
+double sum_of_squares(const std::vector<Gradient>& gradients) { return sum_of_chunks(chunk_sums(gradients)); }
+
 }  // namespace drivetrain::grad

@@ -22,7 +22,7 @@ struct Gradient {
 std::vector<double> chunk_sums(const std::vector<Gradient>& gradients);
 // Adds the sums of all chunks. The sum is not finite exactly if an element is not, or if a sum of float64 overflows.
 double sum_of_chunks(const std::vector<double>& sums);
-inline double sum_of_squares(const std::vector<Gradient>& gradients) { return sum_of_chunks(chunk_sums(gradients)); }
+double sum_of_squares(const std::vector<Gradient>& gradients);
 
 // Sums elements [begin, end), at most formats::kChunk of them. One copy per instruction set.
 DT_PER_ISA(double sum_of_squares_cpu(const formats::TypedArray& values, int64_t begin, int64_t end))

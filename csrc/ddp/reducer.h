@@ -111,11 +111,8 @@ class Reducer : public ReducerState, public std::enable_shared_from_this<Reducer
   // Adds zeros to the reduction of a bucket. as_sum: the others divide by another number than all ranks'.
   std::unique_ptr<PendingReduce> reduce_zeros(size_t bucket, bool as_sum);
   void wait_for_zeros(size_t bucket, PendingReduce& reduce);
-  // Takes part in the sum of the maps of used parameters, where there is one.
-  void shadow_used_map() {
-    locked([&] { used_.shadow(queue_.last_position()); });
-  }
-  void count_shadowed_step();
+  // Takes part in the sum of the maps of used parameters, where there is one, and ends the step.
+  void end_shadowed_step();
 
  private:
   class Hook;

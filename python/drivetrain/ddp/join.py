@@ -47,7 +47,6 @@ class JoinsUnevenInputs(TorchDistributedDataParallel):
         reduces = [self.reducer.reduce_zeros(i, as_sum) for i in range(len(self.reducer.buckets()))]
         for i, reduce in enumerate(reduces):
             self.reducer.wait_for_zeros(i, reduce)
-        self.reducer.shadow_used_map()
 
     def _match_unused_params_allreduce(self) -> None:
         """Does nothing: our reducer shares the map of used parameters by another rule than torch's."""

@@ -31,4 +31,8 @@ void run_after(const c10::Stream& later, const c10::Stream& earlier) {
   event.block(later);
 }
 
+void record_use(const c10::Storage& memory, const c10::Stream& stream) {
+  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(memory.data_ptr(), stream);
+}
+
 }  // namespace drivetrain

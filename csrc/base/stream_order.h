@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
 #include <optional>
@@ -18,5 +19,8 @@ bool is_capturing(const c10::Stream& stream);
 
 // Makes work enqueued on `later` from now on wait for the work enqueued on `earlier` so far. The host does not wait.
 void run_after(const c10::Stream& later, const c10::Stream& earlier);
+
+// Lets the allocator reuse memory, once it is freed, only after the work that the stream has then.
+void record_use(const c10::Storage& memory, const c10::Stream& stream);
 
 }  // namespace drivetrain

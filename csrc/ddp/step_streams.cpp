@@ -1,8 +1,6 @@
 // Implements the order of a step's streams.
 #include "ddp/step_streams.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <optional>
 
@@ -57,10 +55,9 @@ void StepStreams::let_accumulators_wait() const {
 void StepStreams::keep_alive(const at::Tensor& memory) const {
   const std::optional<c10::Stream> here = stream_on(memory.device());
   if (!here) return;
-  const c10::impl::VirtualGuardImpl guard(memory.device().type());
-  guard.recordDataPtrOnStream(memory.storage().data_ptr(), *here);
+  record_use(memory.storage(), *here);
   for (const c10::Stream& other : streams_) {
-    if (other.device() == here->device()) guard.recordDataPtrOnStream(memory.storage().data_ptr(), other);
+    if (other.device() == here->device()) record_use(memory.storage(), other);
   }
 }
 

@@ -63,11 +63,6 @@ CopyStreams& copy_streams(c10::Device device) {
 
 c10::Stream current_stream_of(c10::Device device) { return VirtualGuardImpl(device.type()).getStream(device); }
 
-// Tells the allocator to reuse the tensor's memory only after the work that the stream has when the tensor is freed.
-void record_use(const at::Tensor& tensor, const c10::Stream& stream) {
-  VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-}
-
 }  // namespace
 
 Offloaded::Offloaded(std::shared_ptr<HostPool> pool, const at::Tensor& flat)
@@ -87,7 +82,7 @@ Offloaded Offloaded::begin(const std::shared_ptr<HostPool>& pool, const at::Tens
   CopyStream& out = copy_streams(device).out;
   run_after(out.stream(), current_stream_of(device));
   for (const StreamUse& use : result.memory_.uses()) use.event->block(out.stream());
-  record_use(flat, out.stream());
+  record_use(flat.storage(), out.stream());
   const c10::StreamGuard guard(out.stream());
   result.on_host().copy_(flat, /*non_blocking=*/true);
   const StreamUse use = out.use();
@@ -103,7 +98,7 @@ void Offloaded::await_copy_out() const {
 Offloaded::~Offloaded() {
   if (!on_device_.defined() || !stream_) return;
   try {
-    record_use(on_device_, copy_streams(on_device_.device()).in.stream());
+    record_use(on_device_.storage(), copy_streams(on_device_.device()).in.stream());
   } catch (...) {  // the device and its memory are lost
   }
 }
@@ -140,7 +135,7 @@ at::Tensor Offloaded::take() {
     const c10::Stream current = current_stream_of(on_device_.device());
     copied_back_->block(current);
     // The allocator orders a free by the stream that owns the memory, so it must learn about this one.
-    if (current != *stream_) record_use(on_device_, current);
+    if (current != *stream_) record_use(on_device_.storage(), current);
     stream_.reset();
   }
   return std::exchange(on_device_, {});

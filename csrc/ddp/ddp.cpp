@@ -91,8 +91,8 @@ void set_kept(Reducer& reducer, const std::vector<PlainRanges>& kept) {
 }
 
 std::shared_ptr<Comm> torch_comm(const std::string& process_group, const std::string& backend,
-                                 std::vector<int64_t> ranks) {
-  return make_torch_comm(process_group, backend, Ranks(std::move(ranks)));
+                                 std::vector<int64_t> ranks, bool in_tree) {
+  return make_torch_comm(process_group, backend, Ranks(std::move(ranks)), in_tree);
 }
 
 std::shared_ptr<Comm> wire_comm(const std::string& process_group, const std::string& returning, at::ScalarType dtype,
@@ -363,7 +363,7 @@ void register_ddp(py::module_& m) {
   m.def("piece_of", &piece_of, py::arg("memory"), py::arg("offset"), py::arg("sizes"), py::arg("strides"),
         py::arg("dtype"));
   m.def("torch_comm", &torch_comm, py::arg("process_group"), py::arg("backend"),
-        py::arg("ranks") = std::vector<int64_t>(), no_gil());
+        py::arg("ranks") = std::vector<int64_t>(), py::arg("in_tree") = false, no_gil());
   m.def("wire_comm", &wire_comm, py::arg("process_group"), py::arg("returning"), py::arg("dtype"),
         py::arg("ranks") = std::vector<int64_t>(), no_gil());
   m.def("shm_comm", &shm_comm, py::arg("process_group"), py::arg("hosts"), py::arg("group"), py::arg("leaders").none(),

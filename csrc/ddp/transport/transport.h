@@ -132,8 +132,10 @@ class Comm {
 std::optional<ElementType> element_type(at::ScalarType dtype);
 
 // Makes a transport over any torch process group, by the name under which it is registered now. backend: the name of
-// its backend for the gradients' device, if torch brings it; else "".
-std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, const std::string& backend, Ranks ranks = Ranks());
+// its backend for the gradients' device, if torch brings it; else "". in_tree: NCCL sums floats in the order of a tree
+// (rank_sum.h).
+std::unique_ptr<Comm> make_torch_comm(const std::string& group_name, const std::string& backend, Ranks ranks = Ranks(),
+                                      bool in_tree = false);
 
 // Makes the exchange of tags between the ranks of a gloo process group.
 std::unique_ptr<HostExchange> make_host_exchange(const std::string& group_name);

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -39,8 +41,9 @@ class TorchReduce final : public PendingReduce {
 
 class TorchComm final : public Comm {
  public:
-  // backend: the name of the group's backend, if torch brings it; else "".
-  TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string backend, Ranks ranks);
+  // backend: the name of the group's backend, if torch brings it; else "". in_tree: NCCL sums floats in the order of a
+  // tree (SumJob::in_tree). The number of ranks is then a power of two.
+  TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string backend, Ranks ranks, bool in_tree = false);
   ~TorchComm() override;
 
   int size() const override { return group_->getSize(); }
@@ -61,12 +64,16 @@ class TorchComm final : public Comm {
                                                 std::vector<int64_t> received_counts, std::vector<int64_t> sent_counts);
 
  private:
+  std::unique_ptr<PendingReduce> start_sum_in_tree(const at::Tensor& flat);
+  c10::Stream adding_stream(c10::Device device);
   std::unique_ptr<PendingReduce> start_calls(const at::Tensor& flat, const std::vector<RangeCall>& calls, bool gathers);
   void start_call(const at::Tensor& flat, const RangeCall& call, bool gathers);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::string backend_;
-  std::shared_ptr<TorchComm> returning_;  // null: sums go to one rank each
+  const bool in_tree_;
+  std::map<c10::DeviceIndex, c10::Stream> adding_;  // the streams on which sums in the order of a tree are added
+  std::shared_ptr<TorchComm> returning_;            // null: sums go to one rank each
 };
 
 }  // namespace drivetrain::ddp

@@ -4,13 +4,22 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
+
+#include "base/stream_order.h"
 
 namespace drivetrain::ddp {
 namespace {
 
+// Keeps memory that another stream may own from reuse until the current stream has read it.
+void read_here(const at::Tensor& grad) {
+  if (const std::optional<c10::Stream> here = stream_on(grad.device())) record_use(grad.storage(), *here);
+}
+
 // Returns the gradient itself where nothing else refers to it or its memory, else a copy.
 at::Tensor taken_over(const at::Tensor& grad) {
+  read_here(grad);
   const bool is_held = grad.use_count() > 1 || grad.storage().use_count() > 1;
   return is_held ? grad.clone().detach() : grad.detach();
 }
@@ -48,7 +57,9 @@ void PartSums::end_part(double weight) {
 
 void PartSums::add_to(size_t param, const at::Tensor& grad) const {
   for (const Level& level : levels_) {
-    if (level.is_full()) grad.add_(level.grads[param]);
+    if (!level.is_full()) continue;
+    read_here(level.grads[param]);
+    grad.add_(level.grads[param]);
   }
 }
 

@@ -423,8 +423,10 @@ void Reducer::end_part(bool is_first) {
   const Lock lock(mutex_);
   if (is_first) part_sums_.clear();
   const at::NoGradGuard no_grad_tracking;
+  streams_.wait_for_accumulators();
   if (put_aside_) put_aside_();  // zeros that a step has left
   part_sums_.end_part(weights_.take());
+  streams_.let_accumulators_wait();
   weights_.note_gradients();
 }
 

@@ -94,7 +94,8 @@ void WeightedMean::forget_weights() {
 
 double WeightedMean::take() {
   if (!weight_) throw UserError(kUncounted);
-  const double weight = *weight_;
+  const double kept = kept_weight_.defined() ? kept_weight_.item<double>() : 0;  // after writes between backwards
+  const double weight = *weight_ + kept;
   forget_weights();
   return weight;
 }

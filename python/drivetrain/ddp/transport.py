@@ -101,7 +101,7 @@ def make_comm(
         NotImplementedError: Likewise, or as `refuse_wire`.
     """
     refuse_wire(group, device, wire_dtype)
-    refuse_logical_ranks(group, device, logical_ranks)
+    refuse_logical_ranks(choice, group, device, logical_ranks)
     size = dist.get_world_size(group)
     in_tree = logical_ranks is not None and size > 1
     if choice == "nccl":
@@ -109,8 +109,8 @@ def make_comm(
     if size == 1:
         wire_dtype = None
     hosts, why_not = _find_hosts(choice, group, device, wire_dtype)
-    over_wire = torch.float32 if in_tree else wire_dtype  # float32: exact, in the order of a tree
-    over_group = _wire_comm(group, device, over_wire) if over_wire else _comm_over(group, device)
+    over_wire = torch.float32 if in_tree and device.type == "cpu" else wire_dtype  # float32: exact, in tree order
+    over_group = _wire_comm(group, device, over_wire) if over_wire else _comm_over(group, device, in_tree=in_tree)
     if in_tree and len(set(hosts)) > 1:
         hosts, why_not = [], "with logical_ranks it is for the ranks of one host"
     if not hosts:
@@ -146,17 +146,22 @@ def unconnected_comm(group: dist.ProcessGroup, device: torch.device, wire_dtype:
     return _comm_over(group, device)
 
 
-def refuse_logical_ranks(group: dist.ProcessGroup, device: torch.device, logical_ranks: int | None) -> None:
-    """Raises ValueError if the ranks do not divide logical_ranks; NotImplementedError for a device, or without gloo."""
+def refuse_logical_ranks(
+    choice: str, group: dist.ProcessGroup, device: torch.device, logical_ranks: int | None
+) -> None:
+    """Raises ValueError if the ranks do not divide logical_ranks; NotImplementedError for a transport or a backend."""
     if logical_ranks is None:
         return
     if logical_ranks % dist.get_world_size(group):
         ranks = dist.get_world_size(group)
         raise ValueError(f"logical_ranks is {logical_ranks}, expected a multiple of the number of ranks, {ranks}.")
-    if device.type != "cpu" or cpu_backend(group) != "gloo":
+    if choice == "nccl":
+        raise NotImplementedError("transport='nccl' does not go together with logical_ranks: use transport='torch'.")
+    backend = backend_for(group, device)
+    if (device.type, backend) not in (("cpu", "gloo"), ("cuda", "nccl")):
         raise NotImplementedError(
-            f"logical_ranks is set, the parameters are on {device} and the process group's backend for the CPU is "
-            f"{cpu_backend(group)!r}. drivetrain supports logical_ranks for parameters on the CPU over 'gloo' only."
+            f"logical_ranks is set, the parameters are on {device} and the process group's backend for them is "
+            f"{backend!r}. drivetrain supports logical_ranks on the CPU over 'gloo', and on a GPU over 'nccl'."
         )
 
 
@@ -392,14 +397,19 @@ def _comm_over(
     device: torch.device,
     returning: dist.ProcessGroup | None = None,
     wire_dtype: torch.dtype | None = None,
+    in_tree: bool = False,
 ) -> _C.Comm:
-    """Makes a transport over the process group. With a wire_dtype it rounds, and its sums return in the other group."""
+    """Makes a transport over the process group. With a wire_dtype it rounds, and its sums return in the other group.
+
+    in_tree: Sums over NCCL in the order of a binary tree.
+    """
     ranks = ranks_of(group)
     if wire_dtype is None:
         name: Any = f"drivetrain/{next(_names)}"  # a script's own group may have none, or one that is not registered
         _register_process_group(name, group)
         try:
-            return _C.torch_comm(process_group=name, backend=backend_for(group, device) or "", ranks=ranks)
+            backend = backend_for(group, device) or ""
+            return _C.torch_comm(process_group=name, backend=backend, ranks=ranks, in_tree=in_tree)
         finally:
             _unregister_process_group(name)
     assert returning is not None

@@ -63,6 +63,7 @@ class LogicalRanks:
         """Begins a block of windows."""
         if self.is_open:
             raise RuntimeError("drivetrain.accumulate() is open already for this model: leave its block first.")
+        _refuse_capture()
         self._own = random_streams.states()
 
     def close(self) -> None:
@@ -86,7 +87,16 @@ class LogicalRanks:
 
     def begin_stream(self, use: Use, logical_rank: int) -> None:
         """Begins a stream of the current window."""
+        _refuse_capture()
         random_streams.begin(use, self.seed, logical_rank, self.windows)
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "windows with logical_ranks cannot be captured into a CUDA graph, which would repeat their weights: "
+            "capture the forward pass alone, with torch.cuda.make_graphed_callables."
+        )
 
 
 def check(count: int | None, given: Mapping[str, Any]) -> None:
@@ -132,7 +142,7 @@ def begin(wrapper: Any, count: int | None) -> LogicalRanks | None:
         why = "broadcast_buffers=False for a module with buffers"
     if why:
         raise NotImplementedError(f"logical_ranks does not go together with {why}: leave one of the two out.")
-    seed = torch.tensor([torch.initial_seed() % 2**63])
+    seed = torch.tensor([torch.initial_seed() % 2**63], device=wrapper.device)
     dist.broadcast(seed, dist.get_global_rank(wrapper.process_group, 0), group=wrapper.process_group)
     return LogicalRanks(count, int(seed))
 

@@ -1,0 +1,97 @@
+"""Tests logical ranks over NCCL on GPUs, or on the stand-in of tests/fake_cuda: bits, streams and lost ranks."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_logical_ranks import assert_same_bits
+from test_nccl_gpu import on_gpu, run_ranks
+
+pytestmark = pytest.mark.gpu
+
+CASES = ("float32", "bfloat16", "float64", "scaled", "streams", "written", "generators")
+
+
+def results_of(folder: Path, ranks: int, *cases: str) -> list[dict[str, Any]]:
+    folder.mkdir()
+    script = Path(__file__).with_name("logical_nccl_ranks.py")
+    for code, output in run_ranks([str(script)], ranks, folder, "torch", *cases):
+        assert code == 0, output
+    return [torch.load(folder / f"result-{rank}") for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _path() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, _path: None) -> dict[str, Any]:
+    """Returns the results of one rank, which equal those of torch's autograd and optimizer."""
+    (result,) = results_of(tmp_path_factory.mktemp("logical") / "alone", 1, *CASES)
+    return result
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bits_of_one_rank(tmp_path: Path, alone: dict[str, Any], ranks: int) -> None:
+    for rank, result in enumerate(results_of(tmp_path / "ranks", ranks, "sums", *CASES)):
+        for name in CASES:
+            assert_same_bits(result[name], alone[name], f"{name}, rank {rank} of {ranks}")
+
+
+def test_a_lost_rank_is_an_error(tmp_path: Path) -> None:
+    script = """
+    import drivetrain
+    model = DDP(net, logical_ranks=2, report_hang_after=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with drivetrain.accumulate(model, optimizer, 1) as window:
+        for step in range(1000):
+            if step == 20:
+                time.sleep(2)  # until each rank has received the other's progress
+                begin = time.monotonic()
+            if rank == 1 and step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                window.backward(model(torch.randn(8, 10, device="cuda")).sum())
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                print(f"after {time.monotonic() - begin:.0f} s: {error}", flush=True)
+                os._exit(0)
+    """
+    ((code, output),) = on_gpu(script, 2, tmp_path, awaited=1)
+    assert code == 0, output
+    assert re.search(r"Rank 1 has ended: its process \d+ is gone", output), output
+    waited = re.search(r"^after (\d+) s", output, re.MULTILINE)
+    assert waited, output
+    assert int(waited[1]) < 10, output  # the group's timeout is 15 s
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    script = """
+    for options, backend in ({"transport": "nccl"}, "nccl"), ({}, "gloo"):
+        try:
+            DDP(net, logical_ranks=2, process_group=dist.new_group(backend=backend), **options)
+        except NotImplementedError as error:
+            print(error)
+    import drivetrain
+    model = DDP(net, logical_ranks=2)
+    window = drivetrain.accumulate(model, torch.optim.SGD(net.parameters(), lr=0.01), 1)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    try:
+        with window, torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side, capture_error_mode="thread_local"):
+            window.backward(model(torch.ones(8, 10, device="cuda")).sum())
+    except NotImplementedError as error:
+        print(error)
+    """
+    ((code, output),) = on_gpu(script, 1, tmp_path)
+    assert code == 0, output
+    assert "transport='nccl' does not go together with logical_ranks" in output, output
+    assert "the process group's backend for them is 'gloo'" in output, output
+    assert "windows with logical_ranks cannot be captured into a CUDA graph" in output, output

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from drivetrain.data import LeaveOut, ResumableSampler, SeededSamples
 
@@ -25,13 +25,15 @@ class Noisy(Dataset[Any]):
         return torch.tensor([index, *torch.rand(2).tolist(), random.random(), np.random.random()], dtype=torch.float64)
 
 
-def epochs(world_size: int, batch_size: int, begin: int = 0, **options: Any) -> list[dict[int, list[float]]]:
-    """Returns what all ranks load in two epochs, by index."""
+def epochs(
+    world_size: int, batch_size: int, begin: int = 0, over: Any = lambda samples: samples, **options: Any
+) -> list[dict[int, list[float]]]:
+    """Returns what all ranks load in two epochs, by index. over: makes a dataset of the seeded samples."""
     found: list[dict[int, list[float]]] = [{}, {}]
     for rank in range(world_size):
         torch.manual_seed(rank)
         sampler = ResumableSampler(24, world_size, rank, seed=3)
-        loader = DataLoader(SeededSamples(Noisy(), sampler), batch_size, sampler=sampler, **options)
+        loader = DataLoader(over(SeededSamples(Noisy(), sampler)), batch_size, sampler=sampler, **options)
         for epoch in range(begin, 2):
             sampler.set_epoch(epoch)
             for batch in loader:
@@ -50,6 +52,22 @@ def test_ranks_and_workers_make_no_difference(options: dict[str, Any]) -> None:
     for world_size, batch_size in ((1, 3), (2, 4)):
         assert epochs(world_size, batch_size, **options) == [first, second]
     assert epochs(2, 4, begin=1, **options)[1] == second
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda samples: LeaveOut(samples, [3]),
+        lambda samples: SeededSamples(Subset(samples.dataset, range(24)), ResumableSampler(24, seed=3)),
+        lambda samples: SeededSamples(LeaveOut(samples.dataset, [3]), ResumableSampler(24, seed=3)),
+    ],
+    ids=["left out", "of a subset", "of those not left out"],
+)
+def test_datasets_over_datasets(over: Any) -> None:
+    """DataLoader asks a Subset and a LeaveOut for all samples of a batch at once."""
+    alone = epochs(1, 4, over=over)
+    assert all(one != other for one, other in zip(alone[0].values(), alone[1].values(), strict=True))
+    assert epochs(2, 3, over=over, num_workers=2) == alone
 
 
 def test_other_random_numbers_stay_as_they_are() -> None:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain.cli import main
-from drivetrain.data import LeaveOut
+from drivetrain.data import LeaveOut, ResumableSampler, SeededSamples
 from drivetrain.spikes.record import Batch, RecordedSteps, SeenStep
 from drivetrain.spikes.search import Explanation, Runs, Sample, explain, fewest, replacements
 from effort import IS_WHOLE, SEED, rounds
@@ -187,8 +187,6 @@ with checkpointer:
 
 
 def order_of_sampler() -> list[int]:
-    from drivetrain.data import ResumableSampler
-
     return list(ResumableSampler(128, 1, 0))
 
 
@@ -398,6 +396,41 @@ for number, batch in enumerate(DataLoader(data, batch_size=4)):
     assert main(["explain", "--steps", "18", "train.py"]) == 1
     assert "No sample explains it" in (said := capsys.readouterr().out)
     assert "the last learning rates, 0.01, 0.01, 30, 0.01, and" in said
+
+
+class Drawn(Dataset[float]):
+    def __len__(self) -> int:
+        return 128
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+def test_a_bad_augmentation(in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sample was harmless in the first epoch. Samples that are loaded with it must keep their random numbers."""
+    seeded = """
+from drivetrain.data import ResumableSampler, SeededSamples
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        row, label = super().__getitem__(index)
+        return row * (3000 if torch.rand(()) < 0.003 else 1), label
+
+targets[77] = inputs[77, :2].sum()
+sampler = ResumableSampler(data, seed=1)
+loader = DataLoader(SeededSamples(Noisy(inputs, targets), sampler), 4, sampler=sampler)
+for epoch in range(8):
+    sampler.set_epoch(epoch)
+    for batch in loader:
+        step(batch)
+"""
+    sampler = ResumableSampler(128, 1, 0, seed=1)
+    samples = SeededSamples(Drawn(), sampler)
+    sampler.set_epoch(2)
+    (planted,) = [int(index) for index in sampler if samples[index] < 0.003]
+    Path("train.py").write_text(LOOP + seeded)
+    assert main(["explain", "--steps", "96", "train.py"]) == 0
+    assert f"It goes without this sample:\n  index {planted}: rank 0, step " in capsys.readouterr().out
 
 
 def test_samples_without_an_index(in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:

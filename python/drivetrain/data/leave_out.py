@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .over_dataset import OverDataset
+from .sampler import in_place_of
 
 
 class LeaveOut(OverDataset):
@@ -53,4 +54,5 @@ class LeaveOut(OverDataset):
 
     def _index(self, index: Any) -> Any:
         place = operator.index(index)
-        return self._instead.get(place + len(self.dataset) if place < 0 else place, index)
+        other = self._instead.get(place + len(self.dataset) if place < 0 else place)
+        return index if other is None else in_place_of(index, other)

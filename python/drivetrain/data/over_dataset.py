@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 class OverDataset(Dataset[Any]):
-    """Has the length and the further attributes of a map-style dataset."""
+    """Has the length and the further attributes of a map-style dataset, but no methods that Python's protocols use."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -17,6 +17,7 @@ class OverDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # pickle asks before there is one
-            raise AttributeError(name)
+        # Pickle asks before there is a dataset. DataLoader asks for __getitems__, which would pass this class by.
+        if name == "dataset" or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.dataset, name)

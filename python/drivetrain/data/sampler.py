@@ -28,6 +28,11 @@ class IndexInEpoch(int):
         return made
 
 
+def in_place_of(index: Any, other: int) -> int:
+    """Returns another index for the same epoch, if the first knows its epoch."""
+    return IndexInEpoch.of(other, index.epoch) if isinstance(index, IndexInEpoch) else other
+
+
 class ResumableSampler(Sampler[int]):
     """Draws each index of a map-style dataset once per epoch, split over ranks, from a position that can be saved.
 

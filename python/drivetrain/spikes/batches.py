@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..data.sampler import in_place_of
 from .record import Batch
 
 _SEEN = "_drivetrain_seen"  # an attribute of iterators
@@ -96,7 +97,9 @@ class TakenBatches:
             index = indices[int(position)]
             if (name := name_of(iterator._dataset, index)) is not None:
                 self.names[str(index)] = name
-        loaded = [swaps.get(str(position), index) for position, index in enumerate(indices)]
+        loaded = list(asked) if is_several else [asked]
+        for position, donor in swaps.items():
+            loaded[int(position)] = in_place_of(loaded[int(position)], donor)
         return loaded if is_several else loaded[0]
 
 

@@ -255,7 +255,7 @@ def clamp_grad(param: Tensor) -> None:
 @run_on(3)
 def test_sums_of_other_loops_raise_no_alarm(kind: Any, dtype: torch.dtype) -> None:
     """Gradients that are clipped, scaled, kept from the step before, clamped by a hook, or compressed."""
-    for case in ("clipped", "scaled", "kept", "clamped", "compressed", "huge"):
+    for case in ("clipped", "scaled", "kept", "clamped", "later clamped", "compressed", "huge"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 50)).to(dtype)
         model = kind(net)
@@ -264,6 +264,9 @@ def test_sums_of_other_loops_raise_no_alarm(kind: Any, dtype: torch.dtype) -> No
             for param in net.parameters():
                 param.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
                 param.register_post_accumulate_grad_hook(clamp_grad)
+        if case == "later clamped":
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(clamp_grad)
         if case == "compressed" and dtype == torch.float32:
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -271,7 +274,8 @@ def test_sums_of_other_loops_raise_no_alarm(kind: Any, dtype: torch.dtype) -> No
         for step in range(8):
             if case != "kept" or step % 4 == 0:
                 optimizer.zero_grad()
-            scale = {"scaled": 1024.0, "huge": torch.finfo(dtype).max}.get(case, 1.0)
+            scale = 1e-6 if case == "later clamped" and step < 4 else 1.0
+            scale *= {"scaled": 1024.0, "huge": torch.finfo(dtype).max}.get(case, 1.0)
             (model(torch.randn(5, 24).to(dtype)).square().mean() * scale).backward()
             if case == "clipped":
                 nn.utils.clip_grad_norm_(net.parameters(), 0.01)
@@ -357,6 +361,19 @@ class Counting(nn.Module):
         return {"logits": logits, "loss": logits.square().mean()}
 
 
+class Carrying(Counting):
+    """Carries a state over passes, as a language model does over chunks, until a document begins."""
+
+    state: Any = None
+
+    def forward(self, x: Tensor, note: Any = None) -> dict[str, Tensor]:
+        self.state = None if x[0, 0] > 0 else self.state
+        if self.state is not None:
+            x = x + self.state[0]["mean"]
+        self.state = ({"mean": x.detach().mean(0)}, "a text")
+        return super().forward(x, note)
+
+
 class Gathering(Counting):
     def forward(self, x: Tensor, note: Any = None) -> dict[str, Tensor]:
         found = super().forward(x)
@@ -414,6 +431,9 @@ def test_healthy_loops_raise_no_alarm() -> None:
         check, said = healthy(Counting(), step_of, **options)
         assert not said, said
         assert check.checks == 12
+    check, said = healthy(Carrying(), plain)
+    assert not said, said
+    assert check.checks == 12
 
 
 @run_on(2)

@@ -250,7 +250,7 @@ class ComputeCheck:
         if not all(has_pass for has_pass, *_ in told):
             return self._miss(
                 "no pass to repeat, which takes one call of the wrapper per step, in training, outside of "
-                "optimizer.step(closure), whose result has tensors"
+                "optimizer.step(closure). Its result has tensors, in dicts, lists or tuples"
             )
         assert seen is not None
         self._due = step + self._every
@@ -359,7 +359,10 @@ class ComputeCheck:
         is_steady = self._repeated(seen)[0] == seen.hashes
         told = gather_objects((found, again, seen.hashes, is_steady), self._group)
         if not any(one[3] for one in told):
-            self._miss("a loss that reaches parameters without the model's forward pass, as a penalty on them does")
+            self._miss(
+                "a loss that reaches parameters without the model's forward pass, or a model that keeps objects of its "
+                "own classes from pass to pass"
+            )
             return
         first = {suspect: told[suspect][2], witness: told[witness][0]}
         if self._size > 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from ..budget.retry import drop_gradients, unchanged
 from ..checkpointing.state import rng
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
 
 
 @dataclass
@@ -27,7 +29,7 @@ class RecordedStep:
     Args:
         inputs: Positional and named arguments of the forward pass.
         buffers: The model's buffers before it.
-        attributes: Numbers and texts that its modules keep, before it, by module.
+        attributes: Numbers, texts, tensors and containers of these that its modules keep, before it, by module.
         random_states: States of Python, NumPy, torch and the current CUDA device.
         autocast: If autocast is on, and its dtype, by type of device.
         output_grads: The gradient of each result that takes part in the loss, by its place.
@@ -50,12 +52,35 @@ def before(model: nn.Module, inputs: tuple[Any, Any]) -> RecordedStep:
         tree_map_only(Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), inputs),
         {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
         {
-            name: {key: value for key, value in vars(module).items() if type(value) in _PLAIN}
+            name: {
+                key: _copied(value)
+                for key, value in vars(module).items()
+                if key == "training" or (key not in _OF_EVERY_MODULE and _can_be_copied(value))
+            }
             for name, module in model.named_modules()
         },
         rng.capture_host() | {"cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None},
         {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
     )
+
+
+def _can_be_copied(value: Any) -> bool:
+    """Returns True for numbers, texts, tensors, and containers that have nothing else."""
+    if type(value) is dict:
+        return all(_can_be_copied(one) for pair in value.items() for one in pair)
+    if type(value) in (list, tuple, set, collections.deque):
+        return all(_can_be_copied(one) for one in value)
+    return type(value) in _PLAIN or type(value) is Tensor
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(one) for key, one in value.items()}
+    if type(value) is collections.deque:
+        return collections.deque((_copied(one) for one in value), value.maxlen)
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(one) for one in value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def results_of(output: Any) -> list[Tensor]:
@@ -92,7 +117,7 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
         for name, values in seen.buffers.items():
             buffers[name].detach().copy_(values)
         for name, module in model.named_modules():
-            vars(module).update(seen.attributes[name])
+            vars(module).update({key: here(_copied(value)) for key, value in seen.attributes[name].items()})
         rng.restore_host(seen.random_states)
         if seen.random_states["cuda"] is not None:
             torch.cuda.set_rng_state(seen.random_states["cuda"])  # of the current device

@@ -25,7 +25,8 @@ class Sums:
         # Communication hooks and formats of the wire change single values.
         self._is_known = not model._comm_hooks and getattr(model, "_wire_dtype", None) is None
         self._params = [(name, param) for name, param in params if param.requires_grad]
-        self._is_known &= not any(param.is_complex() for _, param in self._params)
+        for _, param in self._params:  # Such a hook changes the gradient before it is reduced.
+            self._is_known &= not param.is_complex() and not getattr(param, "_post_accumulate_grad_hooks", None)
         self._own: dict[str, Tensor] = {}
         self._reduced: dict[str, Tensor] = {}
 

@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"drivetrain explain: rank {processes.rank}: {error}", file=sys.stderr)
         return 2
     if processes.rank == 0:
+        if args.step and isinstance(found, Explanation) and found.first + found.spike.index + 1 != args.step:
+            print(f"Nothing spikes at step {args.step}; this is the first that does.")
         print(described(found) if isinstance(found, Explanation) else _nothing(found))
         if isinstance(found, Explanation):
             if args.json:

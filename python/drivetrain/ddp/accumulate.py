@@ -357,6 +357,8 @@ class Window:
         if self._begun is not None:  # The announcement preceded the finished reduction.
             self._begun[0].wait()
             self._begun = None
+        if self._ddp is not None and self._ddp._has_reducer():
+            self._ddp.reducer._check_reducer_finalized()  # A parameter without a gradient leaves it incomplete.
         if self._ddp is None and not self._weight > 0:
             raise ValueError(f"the weights given to window.backward() sum to {self._weight}, expected a sum above 0.")
         alone = self._fused_and_alone()

@@ -259,7 +259,8 @@ class Parts:
             raise ValueError(
                 f"the block of drivetrain.accumulate() has ended after {micro_steps} of the {self.micro_batches} "
                 "micro-batches of a window that it or another rank had begun. With logical_ranks every rank needs as "
-                "many whole windows, as drivetrain.data.ResumableSampler with the same logical_ranks gives them."
+                "many whole windows, as drivetrain.data.ResumableSampler with the same logical_ranks gives them. A "
+                "forward pass with gradients begins a window: evaluate under torch.no_grad()."
             )
 
     def refuse_save(self, micro_steps: int) -> None:

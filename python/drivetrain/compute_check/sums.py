@@ -51,8 +51,8 @@ class Sums:
             True if that was possible. Then a parameter and which of its elements have a sum that rounding cannot
             explain, or two empty texts.
         """
-        blocks = [(name, begin, param) for name, param in self._params for begin in range(0, param.numel(), _BLOCK)]
-        zeros = {name: torch.zeros(2, -(-param.numel() // _BLOCK)) for name, param in self._params}
+        counts = [-(-param.numel() // _BLOCK) for _, param in self._params]
+        zeros = {name: torch.zeros(2, count) for (name, _), count in zip(self._params, counts, strict=True)}
         own, reduced = (
             torch.cat([torch.zeros(2, 1, dtype=torch.float64), *(part.cpu() for part in (zeros | found).values())], 1)
             for found in (self._own, self._reduced)
@@ -61,8 +61,9 @@ class Sums:
         dist.all_reduce(own, group=group)
         is_unknown, (total, magnitude), found = bool(own[0, 0]), own[:, 1:], reduced[0, 1:]
         # Every rank may round an element once, and the wrapper rounds it once more.
-        kinds = [torch.finfo(param.dtype) for _, _, param in blocks]
-        eps, tiny, most = torch.tensor([(kind.eps, kind.tiny, kind.max) for kind in kinds], dtype=torch.float64).T
+        kinds = [torch.finfo(param.dtype) for _, param in self._params]
+        limits = torch.tensor([(kind.eps, kind.tiny, kind.max) for kind in kinds], dtype=torch.float64)
+        eps, tiny, most = limits.repeat_interleave(torch.tensor(counts), 0).T
         rounding = (dist.get_world_size(group) + 1) * eps * (magnitude + _BLOCK * tiny)
         is_small = magnitude < most / 4
         clearness = torch.where(is_small, total.abs() / rounding, 0)
@@ -76,7 +77,10 @@ class Sums:
         excess = torch.where(is_small, (found - factor * total).abs() / bound, 0).nan_to_num(torch.inf)
         if excess.max() <= 1:
             return True, "", ""
-        name, begin, param = blocks[int(excess.argmax())]
+        block, place = int(excess.argmax()), 0
+        while block >= counts[place]:
+            block, place = block - counts[place], place + 1
+        (name, param), begin = self._params[place], block * _BLOCK
         return True, name, f"elements {begin} to {min(begin + _BLOCK, param.numel()) - 1} of {name!r}"
 
 

@@ -229,7 +229,7 @@ def test_a_run_without_an_end_is_ended(tried: Callable[..., Tried]) -> None:
 # ---- Other numbers of ranks.
 
 RESIZED = """
-import os
+import collections, os
 import torch
 import torch.distributed as dist
 import drivetrain
@@ -256,12 +256,15 @@ with drivetrain.accumulate(model, optimizer, 2, max_grad_norm=0.5) as window:
 def test_other_numbers_of_ranks(tried: Callable[..., Tried], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     options = ("--ranks", "1,2,4", "--steps", "6")
+    resized = RESIZED.replace(
+        "Sequential(*layers)", "Sequential(collections.OrderedDict(module_list=torch.nn.Sequential(*layers)))"
+    )
     for scale, factor, place in (
         ("1", "1", ""),
-        ("(1 + dist.get_rank())", "1", "output of Scale '3' in forward pass 3"),
-        ("1", "(1 + dist.get_rank())", "gradient of '4.bias' (6 of 6 differ)"),
+        ("(1 + dist.get_rank())", "1", "output of Scale 'module_list.3' in forward pass 3"),
+        ("1", "(1 + dist.get_rank())", "gradient of 'module_list.4.bias' (6 of 6 differ)"),
     ):
-        status, said = tried(RESIZED.replace("{factor}", factor).replace("{scale}", scale), *options)
+        status, said = tried(resized.replace("{factor}", factor).replace("{scale}", scale), *options)
         assert status == bool(place), said
         if place:
             assert f"On 4 ranks the run parts from the one on 1 at step 1, {place}." in said

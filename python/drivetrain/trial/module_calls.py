@@ -22,7 +22,7 @@ def names_in_largest() -> Iterator[tuple[str, nn.Module]]:
         for name, module in largest.named_modules():
             if id(module) not in seen:
                 seen.add(id(module))
-                yield name.removeprefix("module.").removeprefix("module"), module
+                yield "" if name == "module" else name.removeprefix("module."), module
 
 
 class ModuleCalls:

@@ -31,8 +31,8 @@ def first_line(error: BaseException) -> str:
 
 # The attributes of a module that a plan replaces: the call, and the forward of a compiled region.
 _REPLACED = ("_compiled_call_impl", "forward")
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
-_PLAIN = (bool, int, float, str, type(None))  # the types of a module's attributes that planning restores
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
+PLAIN = (bool, int, float, str, type(None))  # the types of a module's attributes that planning restores
 
 
 class RandomStates:
@@ -87,7 +87,7 @@ class ModelSnapshot:
             for module in model.modules()
         ]
         self._attributes = [
-            (vars(module), {name: value for name, value in vars(module).items() if type(value) in _PLAIN})
+            (vars(module), {name: value for name, value in vars(module).items() if type(value) in PLAIN})
             for module in model.modules()
         ]
         self._buffers = [
@@ -141,7 +141,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         (value, copy.copy(value))
         for _, attributes in kept
         for name, value in attributes.items()
-        if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE
+        if type(value) in (list, dict, set) and name not in OF_EVERY_MODULE
     ]
     try:
         yield

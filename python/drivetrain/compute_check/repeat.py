@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import _C
-from ..budget.retry import drop_gradients, unchanged
+from ..budget.retry import OF_EVERY_MODULE, PLAIN, drop_gradients, unchanged
 from ..checkpointing.state import rng
-
-_PLAIN = (bool, int, float, str, type(None))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
 
 
 @dataclass
@@ -46,16 +43,16 @@ class RecordedStep:
 
 
 def before(model: nn.Module, inputs: tuple[Any, Any]) -> RecordedStep:
-    """Returns the pass that begins with these inputs. It has copies, because a model may write what it is given."""
+    """Returns the pass that begins with these inputs."""
     kinds = {"cpu", *(param.device.type for param in model.parameters())}
     return RecordedStep(
-        tree_map_only(Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), inputs),
+        _copied(inputs),
         {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
         {
             name: {
                 key: _copied(value)
                 for key, value in vars(module).items()
-                if key == "training" or (key not in _OF_EVERY_MODULE and _can_be_copied(value))
+                if key == "training" or (key not in OF_EVERY_MODULE and _can_be_copied(value))
             }
             for name, module in model.named_modules()
         },
@@ -70,17 +67,18 @@ def _can_be_copied(value: Any) -> bool:
         return all(_can_be_copied(one) for pair in value.items() for one in pair)
     if type(value) in (list, tuple, set, collections.deque):
         return all(_can_be_copied(one) for one in value)
-    return type(value) in _PLAIN or type(value) is Tensor
+    return type(value) in PLAIN or type(value) is Tensor
 
 
-def _copied(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _copied(one) for key, one in value.items()}
-    if type(value) is collections.deque:
-        return collections.deque((_copied(one) for one in value), value.maxlen)
-    if type(value) in (list, tuple, set):
-        return type(value)(_copied(one) for one in value)
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """Returns a copy, as a model may write what it is given. device: of its tensors; None: where they are."""
+
+    def copied(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.detach().clone().to(device or one.device).requires_grad_(one.requires_grad)
+        return set(one) if type(one) is set else one
+
+    return tree_map(copied, value)
 
 
 def results_of(output: Any) -> list[Tensor]:
@@ -104,12 +102,6 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
         RuntimeError: The pass has collectives, or one of its parameters gets no gradient from autograd.grad().
     """
     device = params[0][1].device
-
-    def here(value: Any) -> Any:
-        return tree_map_only(
-            Tensor, lambda given: given.detach().clone().to(device).requires_grad_(given.requires_grad), value
-        )
-
     params = [(name, param) for name, param in params if param.requires_grad]
     with unchanged(model), torch.enable_grad(), _NoCollectives():  # type: ignore[no-untyped-call]
         drop_gradients(model)  # what runs backward inside of backward adds to them
@@ -117,11 +109,11 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
         for name, values in seen.buffers.items():
             buffers[name].detach().copy_(values)
         for name, module in model.named_modules():
-            vars(module).update({key: here(_copied(value)) for key, value in seen.attributes[name].items()})
+            vars(module).update(_copied(seen.attributes[name], device))
         rng.restore_host(seen.random_states)
         if seen.random_states["cuda"] is not None:
             torch.cuda.set_rng_state(seen.random_states["cuda"])  # of the current device
-        args, kwargs = here(seen.inputs)
+        args, kwargs = _copied(seen.inputs, device)
         with _autocast(seen.autocast):
             results = results_of(model(*args, **kwargs))
         grads = torch.autograd.grad(

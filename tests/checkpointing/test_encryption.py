@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from drivetrain.checkpointing import (
 from drivetrain.checkpointing.store.layout import CHUNK_BYTES, part_name
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
+from warm_python import warm_python
 
 LIMIT_S = 60
 MARK = b"a text that must not be readable"
@@ -365,7 +365,7 @@ def test_a_missing_package_is_named() -> None:
         "except ImportError as error: assert 'pip install' in str(error), error\n"
         "else: raise AssertionError('no error')\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT_S)
+    subprocess.run([warm_python(), "-c", program], check=True, timeout=LIMIT_S)
 
 
 def test_ranks_encrypt_their_parts(tmp_path: Path) -> None:

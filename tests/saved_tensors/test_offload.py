@@ -2,7 +2,6 @@
 
 import gc
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from drivetrain import _C
 from effort import rounds
+from warm_python import warm_python
 
 on_devices = pytest.mark.usefixtures("device")
 SLAB = 1 << 14
@@ -230,7 +230,7 @@ def test_a_step_like_the_last_reserves_nothing(sizes: list[int]) -> None:
 )
 def test_on_a_late_device(repository: Path, late_device: Path, script: str, says: str) -> None:
     """Runs streams in a random order, which shows missing waits and missing releases of the GIL."""
-    command = [sys.executable, str(repository / "tests/late_device" / script), str(late_device)]
+    command = [warm_python(has_whole_end=True), str(repository / "tests/late_device" / script), str(late_device)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert says in run.stdout

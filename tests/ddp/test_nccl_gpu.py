@@ -16,10 +16,13 @@ import pytest
 import torch
 
 import nccl_ranks
+from warm_python import warm_python
 
 pytestmark = pytest.mark.gpu
 
 GPU_SCRIPT_TIMEOUT_S = 120
+# A driver of CUDA may refuse to work in forks; the stand-in does not.
+ON_THE_STAND_IN = "FAKE_CUDA_ON_ERROR" in os.environ
 
 GPU_PREAMBLE = """
 import os, signal, sys, time
@@ -53,6 +56,7 @@ def run_ranks(
     command: list[str], size: int, folder: Path, *arguments: str, awaited: int | None = None
 ) -> list[tuple[int, str]]:
     """Runs Python on ranks, which share a GPU if they must; adds rank, size and the store's path to the arguments."""
+    python = warm_python(has_whole_end=True) if ON_THE_STAND_IN else sys.executable
     ranks = []
     for rank in range(size):
         environment = dict(os.environ)
@@ -60,7 +64,7 @@ def run_ranks(
         if size > torch.cuda.device_count():
             # NCCL then takes each rank for a host of its own. Otherwise it refuses two ranks on one GPU.
             environment.update(NCCL_HOSTID=f"host-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-        whole = [sys.executable, *command, str(rank), str(size), str(folder / "store"), *arguments]
+        whole = [python, *command, str(rank), str(size), str(folder / "store"), *arguments]
         ranks.append(
             subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )

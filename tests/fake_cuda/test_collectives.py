@@ -2,12 +2,13 @@
 
 import os
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
+
+from warm_python import warm_python
 
 RANKS_S = 180
 
@@ -32,7 +33,7 @@ def on_ranks(script: str, size: int, folder: Path, **variables: str) -> list[tup
     """Runs the script on all ranks and returns the exit code and output of each."""
     code = PREAMBLE + textwrap.dedent(script)
     environment = {**os.environ, "FAKE_CUDA_ON_ERROR": "record", **variables}
-    command = [sys.executable, "-c", code]
+    command = [warm_python(), "-c", code]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(size), str(folder / "store")],

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from test_collectives import on_ranks
 
 import fake_cuda
+from warm_python import warm_python
 
 TRAINING = """
 import gc
@@ -88,7 +88,8 @@ def run(script: str) -> tuple[int, str]:
     """Runs a script of one process."""
     code = "import time, torch\n" + TRAINING + textwrap.dedent(script)
     environment = {**os.environ, "FAKE_CUDA_ON_ERROR": "record"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    command = [warm_python(), "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 

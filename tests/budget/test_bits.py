@@ -29,6 +29,7 @@ import drivetrain
 from drivetrain import _C
 from drivetrain.budget.plan import ChosenPolicy, PlannedOp
 from drivetrain.budget.trace import RECOMPUTE, SAVE, Recording, Trace, profile
+from effort import rounds
 
 
 def any_choice(trace: Trace, share: float, choose: random.Random) -> _C.ActivationRecorder:
@@ -51,7 +52,7 @@ def test_bits_whatever_is_forgotten(name: str) -> None:
     before = copy.deepcopy(run.model.state_dict())
     trace, _ = profile(run.model, run.step)
     choose = random.Random(0)
-    for _ in range(30):
+    for _ in range(rounds(10, 30)):
         recorder = any_choice(trace, choose.random(), choose)
         run.model.load_state_dict(before)
         run.model.zero_grad()
@@ -101,7 +102,7 @@ def test_bits_where_new_memory_holds_what_is_written_unseen() -> None:
     with new_memory_holds(PartlyUnseen.byte):
         trace, _ = profile(model, lambda: model(x).backward())
     choose = random.Random(0)
-    for _ in range(30):
+    for _ in range(rounds(10, 30)):
         recorder = any_choice(trace, choose.random(), choose)
         model.zero_grad()
         with new_memory_holds(0x40), Recording(model, recorder):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain import DistributedDataParallel, check_compute, optim
 from drivetrain.compute_check import ComputeError
-from effort import SEED, rounds
+from effort import SEED, covering, rounds
 from ranks import run_on
 
 
@@ -250,8 +250,10 @@ def clamp_grad(param: Tensor) -> None:
     param.grad.clamp_(-5e-5, 5e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("kind", [DistributedDataParallel, TorchDDP])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    covering(1, [DistributedDataParallel, TorchDDP], [torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+)
 @run_on(3)
 def test_sums_of_other_loops_raise_no_alarm(kind: Any, dtype: torch.dtype) -> None:
     """Gradients that are clipped, scaled, kept from the step before, clamped by a hook, or compressed."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import optim
+from effort import covering
 from optim_cases import OWN_CLASSES
 
 TORCHS_OWN = ["LBFGS"]  # SparseAdam needs sparse gradients, and is torch's own class, too.
@@ -84,8 +85,7 @@ def expected(name: str) -> Tensor:
     return net.weight.detach()
 
 
-@pytest.mark.parametrize("is_callable", [False, True], ids=["class_path", "optimizer_callable"])
-@pytest.mark.parametrize("name", [*OWN_CLASSES, *TORCHS_OWN])
+@pytest.mark.parametrize(("name", "is_callable"), covering(1, [*OWN_CLASSES, *TORCHS_OWN], [False, True]))
 def test_cli(name: str, is_callable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])  # LightningCLI looks at it although it has arguments
     optimizer, weight = run(name, is_callable)

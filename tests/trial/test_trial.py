@@ -17,6 +17,7 @@ from drivetrain.cli import main
 from drivetrain.trial import script
 from drivetrain.trial.compare import parting
 from drivetrain.trial.record import RunRecord, Step
+from effort import rounds
 from warm_python import warm_environ, warm_python
 
 # One rank, so that a run takes a moment. Every fault acts in drivetrain's runs alone.
@@ -117,7 +118,7 @@ def test_a_planted_fault_is_found(fault: str, tried: Callable[..., Tried]) -> No
     assert "TRAINS SOMETHING ELSE from step " in said
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(rounds(1, 3)))
 def test_a_healthy_script_raises_no_alarm(seed: int, tried: Callable[..., Tried]) -> None:
     status, said = tried(SCRIPT_WITHOUT_FAULT.replace("manual_seed(0)", f"manual_seed({seed})"), "--rounds", "1")
     assert status == 0, said

@@ -47,18 +47,26 @@ def waits_of_last_step(step: Callable[[], None]) -> int:
 
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("transport", ["torch", "nccl"])
-@pytest.mark.parametrize("kind", ["plain", "all used", "one unused", "weighted"])
+@pytest.mark.parametrize("kind", ["plain", "all used", "one unused", "static graph", "zeroed", "weighted", "window"])
 def test_a_step_waits_no_more_than_torchs(kind: str, transport: str) -> None:
     options: dict[str, Any] = {"find_unused_parameters": kind in ("all used", "one unused")}
+    options["static_graph"] = kind == "static graph"
     model = Net().cuda()
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(model), **options)
     ours = drivetrain.DistributedDataParallel(model, transport=transport, **options)
     x = torch.randn(4, 8, device="cuda")
 
+    if kind == "window":
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, foreach=False)
+        window = drivetrain.accumulate(ours, optimizer, 1).__enter__()
+
     def step(ddp: Any, is_weighted: bool) -> None:
-        ddp.zero_grad(set_to_none=not is_weighted)  # an earlier weight may have counted gradients that are zeroed now
+        # An earlier weight may have counted gradients that are zeroed now.
+        ddp.zero_grad(set_to_none=not is_weighted and kind != "zeroed")
         loss = ddp(x, kind != "one unused").sum()
-        if is_weighted:
+        if kind == "window" and ddp is ours:
+            window.backward(loss, weight=3.0)
+        elif is_weighted:
             ddp.backward(loss, weight=3.0)
         else:
             loss.backward()

@@ -36,9 +36,8 @@ int64_t num_streams = 10, num_hidden = 0;  // streams below 10 belong to the tes
 // Queues and memory are never destroyed: threads of torch and cycles of Python free tensors until the process ends.
 auto& queues = *new std::map<int64_t, std::deque<Work>>;  // holds no empty queue
 bool host_may_wait = false;
-int64_t num_waits = 0;        // host waits for copies and values
-int64_t num_event_waits = 0;  // host waits for events
-std::mt19937_64 drawn(0);     // draws the order of streams while the host waits
+int64_t num_waits = 0;     // host waits for copies and values
+std::mt19937_64 drawn(0);  // draws the order of streams while the host waits
 
 bool run_one(std::mt19937_64& random) {
   if (queues.empty()) return false;
@@ -212,7 +211,6 @@ struct LateGuard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { return **static_cast<Moment*>(event); }
   void synchronizeEvent(void* event) const override {
     const std::lock_guard<std::recursive_mutex> lock(mutex());
-    ++num_event_waits;
     run_until(*static_cast<Moment*>(event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Moment*>(event); }
@@ -300,7 +298,6 @@ PYBIND11_MODULE(late_device, m) {
   m.def("seed", [](uint64_t seed) { drawn.seed(seed); });
   m.def("let_host_wait", [](bool may) { host_may_wait = may; });
   m.def("num_waits", [] { return num_waits; });
-  m.def("num_event_waits", [] { return num_event_waits; });
   m.def("num_streams", [] { return num_streams - 10; });
   m.def("num_late", [] { return num_late; });
   bind_group(m);

@@ -13,8 +13,8 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import drivetrain
 
@@ -149,23 +148,6 @@ def check_replicas() -> None:
         run_steps(ddp, 1)
 
 
-@case
-def no_sync() -> None:
-    ddp = drivetrain.DistributedDataParallel(Net().to("late"))
-    model = Net()
-    for window in range(3):
-        ddp.zero_grad()
-        model.zero_grad()
-        for micro in range(2):
-            with ddp.no_sync() if micro == 0 else nullcontext():
-                ddp(inputs(rank(), 2 * window + micro).to("late")).backward()
-            for one in range(WORLD_SIZE):
-                (model(inputs(one, 2 * window + micro)) / WORLD_SIZE).backward()
-        descend(ddp)
-        descend(model)
-    check_close(list(ddp.parameters()), [param.detach() for param in model.parameters()])
-
-
 def weight_of(rank: int, step: int) -> float:
     return 1.0 + rank + step
 
@@ -269,21 +251,6 @@ def accumulated() -> None:
 
 
 @case
-def joined() -> None:
-    ddp = drivetrain.DistributedDataParallel(Net().to("late"))
-    with ddp.join(divide_by_initial_world_size=False):
-        run_steps(ddp, 2 + rank())
-    model = Net()
-    for step in range(3):
-        model.zero_grad()
-        ranks = range(WORLD_SIZE) if step < 2 else [1]
-        for one in ranks:
-            (model(inputs(one, step)) / len(ranks)).backward()
-        descend(model)
-    check_close(list(ddp.parameters()), [param.detach() for param in model.parameters()])
-
-
-@case
 def frozen_parameter_on_the_cpu() -> None:
     """The frozen parameter comes first, but messages between ranks must be on the device of the other parameters."""
     model = Net().to("late")
@@ -298,15 +265,6 @@ def frozen_parameter_on_the_cpu() -> None:
 
 
 # ---- Streams.
-
-
-@contextmanager
-def on_stream(number: int) -> Iterator[None]:
-    late.set_stream(number)
-    try:
-        yield
-    finally:
-        late.set_stream(0)
 
 
 def settle() -> None:
@@ -369,87 +327,6 @@ def hooks_on_different_streams() -> None:
         late.set_stream(1)
 
     check_streams(build)
-
-
-# ---- Host waits in later steps must not exceed those of torch's class in the same script.
-
-
-def waits_of(step: Callable[[int], None], steps: int = 4, warm_up: int = 4) -> int:
-    for number in range(warm_up):
-        step(number)
-    before = late.num_waits() + late.num_event_waits()
-    for number in range(warm_up, warm_up + steps):
-        step(number)
-    return int(late.num_waits() + late.num_event_waits() - before)
-
-
-def check_waits(make: Callable[[type], Callable[[int], None]]) -> None:
-    torchs = waits_of(make(TorchDistributedDataParallel))
-    ours = waits_of(make(drivetrain.DistributedDataParallel))
-    assert ours <= torchs, f"{ours} host waits in 4 steps, torch's class {torchs}"
-    late.run(0)
-
-
-def on_device(batches: int = 16) -> list[Tensor]:
-    return [inputs(rank(), step).to("late") for step in range(batches)]
-
-
-def stepper(
-    uses: bool = True, set_to_none: bool = True, weights: bool = False, **arguments: Any
-) -> Callable[[type], Callable[[int], None]]:
-    def make(kind: type) -> Callable[[int], None]:
-        ddp = kind(Net().to("late"), **arguments)
-        data = on_device()
-
-        def step(number: int) -> None:
-            ddp.zero_grad(set_to_none=set_to_none)
-            loss = ddp(data[number], uses)
-            if not weights:
-                loss.backward()
-            elif kind is TorchDistributedDataParallel:
-                (loss * 3.0).backward()
-            else:
-                ddp.backward(loss, weight=3.0)
-            descend(ddp)
-
-        return step
-
-    return make
-
-
-add_case("waits_plain", check_waits, stepper())
-add_case("waits_find_unused", check_waits, stepper(find_unused_parameters=True))
-add_case("waits_one_unused", check_waits, stepper(uses=False, find_unused_parameters=True))
-add_case("waits_static_graph", check_waits, stepper(static_graph=True))
-add_case("waits_weighted", check_waits, stepper(weights=True))
-add_case("waits_weighted_into_zeroed", check_waits, stepper(weights=True, set_to_none=False))
-add_case("waits_zeroed", check_waits, stepper(set_to_none=False))
-
-
-@case
-def waits_accumulate() -> None:
-    def make(kind: type) -> Callable[[int], None]:
-        ddp = kind(Net().to("late"))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=False)
-        data = on_device()
-        if kind is TorchDistributedDataParallel:
-
-            def torchs(number: int) -> None:
-                with ddp.no_sync() if number % 2 == 0 else nullcontext():
-                    (ddp(data[number]) / 2).backward()
-                if number % 2 == 1:
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-            return torchs
-        window = drivetrain.accumulate(ddp, optimizer, 2).__enter__()
-
-        def ours(number: int) -> None:
-            window.backward(ddp(data[number]), weight=3.0)
-
-        return ours
-
-    check_waits(make)
 
 
 # ---- Ranks.

@@ -169,26 +169,6 @@ def test_gradient_of_a_globally_unused_parameter_is_untouched() -> None:
 
 
 @run_on(2)
-def test_outputs_that_take_no_part_in_the_loss() -> None:
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(10, 1), nn.Linear(10, 1)
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"a": self.a(x), "b": self.b(x)}
-
-    ours, theirs = pair(TwoHeads(), find_unused_parameters=True)
-    for _ in range(3):
-        x = inputs()
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(x)["a"].sum().backward()
-        assert_equal_grads(ours, theirs)
-        assert ours.module.b.weight.grad is None
-
-
-@run_on(2)
 def test_tied_weights() -> None:
     ours, theirs = pair(Tied(), **SMALL_BUCKETS)
     names = [name for bucket in ours.reducer.buckets() for name in bucket.names]

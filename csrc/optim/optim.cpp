@@ -1,6 +1,7 @@
 // Registers the optimizer step with Python: reads the step, and picks device and instruction set.
 #include "optim/optim.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,12 +9,14 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "base/check.h"
 #include "base/parallel.h"
+#include "ddp/transport/torch/torch_group.h"
 #include "grad/norm.h"
 #include "optim/adafactor.h"
 #include "optim/grad_scaling.h"
@@ -77,7 +80,8 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
     } else if (batch.rule->adapt != nullptr) {
       run_trust_ratio(job, batch.rule->adapt);
     } else if (job.kind == RuleKind::kMuonMomentum) {
-      run_muon_cpu(job);
+      run_muon_cpu(batch.muon, job);
+      batch.muon = {};
     } else {
       run_step_cpu(job, 0, job.total);
     }
@@ -89,9 +93,9 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
 
 // Returns the batches with parameters by their first ones. The reader keeps them in the order of earlier steps, which
 // the bits of a norm must not depend on.
-std::vector<const Batch*> batches_by_parameter(const StepReader& read) {
-  std::vector<const Batch*> batches;
-  for (const Batch& batch : read.batches) {
+std::vector<Batch*> batches_by_parameter(StepReader& read) {
+  std::vector<Batch*> batches;
+  for (Batch& batch : read.batches) {
     if (!batch.params.empty()) batches.push_back(&batch);
   }
   std::sort(batches.begin(), batches.end(),
@@ -100,7 +104,7 @@ std::vector<const Batch*> batches_by_parameter(const StepReader& read) {
 }
 
 // Sums the squares of all gradients of the step.
-double sum_of_squares(const StepReader& read) {
+double sum_of_squares(StepReader& read) {
   std::vector<grad::Gradient> gradients;
   for (const Batch* batch : batches_by_parameter(read)) {
     DT_INVARIANT(batch->device.is_cpu());
@@ -120,6 +124,7 @@ struct StepOptions {
   std::optional<at::Tensor> overflow;  // receives 1 if a gradient is not finite, else 0
   // float64 with one element: takes the place of the sum over this step's gradients, where ranks share them.
   std::optional<at::Tensor> sum_of_squares = std::nullopt;
+  std::optional<MuonRanks> matrix_ranks = std::nullopt;
 
   bool measures() const { return max_grad_norm || check_finite; }
   // On CUDA only the device knows the numbers that the grad scaling depends on.
@@ -181,9 +186,10 @@ class StepResult {
 
 // Returns the batches whose grad scaling is computed on their device; empty if the host computes it. Throws if the
 // options need gradients on one device and they are on several.
-std::vector<const Batch*> batches_scaled_on_device(const StepReader& read, const StepOptions& options) {
+std::vector<const Batch*> batches_scaled_on_device(StepReader& read, const StepOptions& options) {
   if (!options.is_for_the_device()) return {};
-  std::vector<const Batch*> batches = batches_by_parameter(read);
+  const std::vector<Batch*> found = batches_by_parameter(read);
+  std::vector<const Batch*> batches(found.begin(), found.end());
   for (const Batch* batch : batches) {
     if (batch->device != batches.front()->device) {
       throw UnsupportedError(text("param_groups has gradients on ", batches.front()->device.str(), " and ",
@@ -196,8 +202,29 @@ std::vector<const Batch*> batches_scaled_on_device(const StepReader& read, const
   return batches;
 }
 
+// Plans steps of matrices, in an order that all ranks share. Throws if ranks have planned to step others.
+void plan_matrices(StepReader& reader, const MuonRanks& of_step) {
+  for (Batch* const found : batches_by_parameter(reader)) {
+    Batch& batch = *found;
+    if (batch.rule->kind != RuleKind::kMuonMomentum) continue;
+    std::vector<MuonArgs> args;
+    MuonRanks ranks = of_step;
+    ranks.whole_rows.clear();
+    for (size_t i = 0; i < batch.params.size(); ++i) {
+      const int32_t rule = batch.params[i].rule;
+      args.push_back(batch.device.is_cuda() ? MuonArgs::make(batch.numbers[batch.starts[i].numbers].hypers, 1)
+                                            : reader.rules[rule].as<MuonArgs>());
+      if (of_step.hold_rows()) ranks.whole_rows.push_back(of_step.whole_rows.at(batch.written_of[i]));
+    }
+    const c10::DeviceGuard guard(batch.device);
+    batch.muon = plan_muon(batch.device, batch.params.data(), args, std::move(ranks));
+    check_plans(batch.muon, batch.device, batch.agreed_plan);
+  }
+}
+
 void run(StepReader& reader, const StepOptions& options, const std::vector<const Batch*>& on_device,
          StepResult& result) {
+  plan_matrices(reader, options.matrix_ranks.value_or(MuonRanks()));
   for (Batch& batch : reader.batches) {
     if (batch.total > 0 && batch.device.is_cuda()) place_on_device(batch);
   }
@@ -267,10 +294,22 @@ StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vec
   return result;
 }
 
+// ranks: the job's numbers of the process group's ranks.
+MuonRanks matrix_ranks(const std::string& process_group, const std::string& backend, std::vector<int64_t> ranks,
+                       std::vector<int64_t> whole_rows) {
+  auto comm = std::make_shared<ddp::TorchComm>(c10d::resolve_process_group(process_group), backend,
+                                               ddp::Ranks(std::move(ranks)));
+  const int rank = comm->rank(), size = comm->size();
+  return {std::move(comm), std::move(whole_rows), rank, size};
+}
+
 }  // namespace
 
 void register_optim(py::module_& m) {
   register_state(m);
+  py::class_<MuonRanks>(m, "MatrixRanks")
+      .def(py::init(&matrix_ranks), py::arg("process_group"), py::arg("backend"), py::arg("ranks"),
+           py::arg("whole_rows") = std::vector<int64_t>());
   py::class_<StepReader>(m, "StepReader").def(py::init());
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](StepOptions::Scalar grad_scale, StepOptions::Scalar found_inf,
@@ -283,7 +322,8 @@ void register_optim(py::module_& m) {
            py::arg("overflow") = std::nullopt)
       .def_property_readonly("measures", &StepOptions::measures)
       .def_readonly("zero_grads", &StepOptions::zero_grads)
-      .def_readwrite("sum_of_squares", &StepOptions::sum_of_squares);
+      .def_readwrite("sum_of_squares", &StepOptions::sum_of_squares)
+      .def_readwrite("matrix_ranks", &StepOptions::matrix_ranks);
   py::class_<StepResult>(m, "StepResult")
       .def_readonly("missing", &StepResult::missing)
       .def_readonly("has_wrappers", &StepResult::has_wrappers)

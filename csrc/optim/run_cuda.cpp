@@ -38,9 +38,6 @@ void place_on_device(Batch& batch) {
     place_factors(batch.factoring, batch.params.data(), static_cast<double*>(batch.factors.data_ptr()));
   }
   if (batch.rule->kind == RuleKind::kMuonMomentum) {
-    std::vector<MuonArgs> args;
-    for (const ParamStart& start : starts) args.push_back(MuonArgs::make(batch.numbers[start.numbers].hypers, 1));
-    batch.muon = plan_muon(batch.device, batch.params.data(), args);
     starts.clear();
     for (int32_t i : batch.muon.order) starts.push_back(batch.starts[i]);
   }

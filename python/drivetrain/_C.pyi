@@ -100,6 +100,12 @@ class StepOptions:
     @property
     def zero_grads(self) -> bool: ...
     sum_of_squares: Tensor | None
+    matrix_ranks: MatrixRanks | None
+
+class MatrixRanks:
+    def __init__(
+        self, process_group: str, backend: str, ranks: Sequence[int], whole_rows: Sequence[int] = ()
+    ) -> None: ...
 
 class StepResult:
     @property

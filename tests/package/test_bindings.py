@@ -66,6 +66,9 @@ def makers(comm: _C.Comm) -> dict[str, Callable[[], object]]:
         "ActivationScope": lambda: _C.ActivationScope(recorder),
         "Conversions": _C.Conversions,
         "HostPages": lambda: _C.HostPages(4096),
+        "MatrixRanks": lambda: _C.MatrixRanks(
+            dist.distributed_c10d._get_default_group().group_name, backend="gloo", ranks=[0]
+        ),
         "MainGrads": lambda: _C.MainGrads([weight], [torch.zeros(2)], lambda index: True),
         "OffloadPool": lambda: _C.OffloadPool(1 << 20),
         "Precision": lambda: _C.Precision(

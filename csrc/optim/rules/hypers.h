@@ -44,6 +44,8 @@ struct TrustRatioSums {
   X(ns_b)                   \
   X(ns_c)                   \
   X(ns_steps)               \
+  X(num_heads)              \
+  X(polar_express)          \
   X(rho)                    \
   X(momentum_decay)         \
   X(lambd)                  \

@@ -1,6 +1,7 @@
 // Implements Muon's arithmetic around its matrix products. Host and device; needs no torch header.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 
@@ -22,6 +23,8 @@ struct MuonNumbers {
   T matches_rms_adamw;
   T coefficients[3];
   T iterations, eps;
+  T num_heads;      // equal groups of rows that are orthogonalized one by one
+  T polar_express;  // in place of the coefficients
 
   static DT_HOST_DEVICE MuonNumbers make(const Hypers& hyper, double) {
     MuonNumbers rule;
@@ -36,14 +39,21 @@ struct MuonNumbers {
     rule.coefficients[2] = hyper.ns_c;
     rule.iterations = hyper.ns_steps;
     rule.eps = hyper.eps;
+    rule.num_heads = hyper.num_heads;
+    rule.polar_express = hyper.polar_express;
     return rule;
   }
 
   // Applies torch.optim.Muon's learning rates: Jordan's, or the rates of Liu et al. 2025 (section 2.2), which match
   // AdamW's updates.
   DT_HOST_DEVICE void fit(int64_t of_rows, int64_t of_columns) {
-    const double rows = static_cast<double>(of_rows), columns = static_cast<double>(of_columns);
+    const double rows = static_cast<double>(of_rows) / num_heads, columns = static_cast<double>(of_columns);
     step_size *= matches_rms_adamw != 0 ? 0.2 * sqrt(maximum(rows, columns)) : sqrt(maximum(1.0, rows / columns));
+  }
+
+  // Returns the arguments of the iteration, which matrices of one batch share.
+  std::array<T, 7> iteration() const {
+    return {coefficients[0], coefficients[1], coefficients[2], iterations, eps, num_heads, polar_express};
   }
 };
 using MuonArgs = MuonNumbers<double>;

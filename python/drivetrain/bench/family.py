@@ -1,14 +1,17 @@
 """Measures the optimizers that need several passes, LAMB, Adafactor and Muon, against torch's."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.progress import track
 from torch import Tensor
 
 from .. import optim
 from .measure import Row, interleaved, ratio_row
+from .ranks import meet, on_ranks
 from .roofline import least_bytes, with_roofline
 from .shapes import Shape, gpt2_124m
 
@@ -76,4 +79,18 @@ def run(rounds: int) -> list[Row]:
         row = ratio_row(what, torch_s, ours_s, target)
         # Muon is bound by matrix products.
         rows.append(row if ours is optim.Muon else with_roofline(row, least_bytes(models[1], optimizer)))
+    alone_s, shared_s = on_ranks(partial(_on_a_rank, min(rounds, 7)))
+    rows.append(ratio_row("Muon fp32, 3 layers of GPT-2 124M, on 2 ranks: alone; shared", alone_s, shared_s, 0.6))
     return rows
+
+
+def _on_a_rank(rounds: int) -> tuple[list[float], list[float]]:
+    """Returns the seconds of steps that every rank computes, and of steps whose matrices ranks share."""
+    steps = []
+    for group in (None, dist.group.WORLD):
+        params = [torch.randn(shape).mul_(0.02).requires_grad_() for shape in GPT2_LAYER * 3]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        steps.append(optim.Muon(params, process_group=group).step)
+    alone_s, shared_s = interleaved(steps, rounds, warm_up=2, prepare=lambda which: meet())
+    return alone_s, shared_s

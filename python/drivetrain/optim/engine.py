@@ -3,12 +3,14 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
 from . import precision
 from .kept import kept_of, stands_for_torchs
 from .rule import Group, Numbers, rule_of
+from .sharded import matrix_ranks
 
 
 class Engine:
@@ -93,7 +95,7 @@ class Engine:
         # A scaler's scale may grow to infinity; the gradients are then found not to be finite.
         if isinstance(scale, float) and not scale > 0 and not (isinstance(found_inf, float) and found_inf):
             raise ValueError(f"grad_scale is {scale}, expected a number above 0: gradients are divided by it")
-        return _C.StepOptions(
+        options = _C.StepOptions(
             grad_scale=scale,
             found_inf=found_inf,
             max_grad_norm=self.kept.max_grad_norm,
@@ -101,6 +103,10 @@ class Engine:
             zero_grads=self.kept.zero_grads_in_step,
             overflow=overflow_flag if overflow_flag is not None and overflow_flag.is_cuda else None,
         )
+        group = dist.group.WORLD if self.kept.is_over_world else self.kept.process_group
+        if group is not None and group.size() > 1:
+            matrix_ranks.share(options, group, self.params()[0].device)
+        return options
 
     def _scalar(self, name: str, default: float) -> float | Tensor:
         """Returns the attribute of that name; on CUDA it stays on the device if the parameters are there."""

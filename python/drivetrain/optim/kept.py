@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ class Kept:
         self.zero_grads_in_step = False
         self.formats: dict[str, Any] = {}  # the constructor's options of precision.DEFAULTS
         self.fallback: dict[str, Any] | None = None  # Muon's options of AdamW
+        # Muon's ranks; torch.distributed.group.WORLD is looked up again, as recovery may replace it.
+        self.process_group: dist.ProcessGroup | None = None
+        self.is_over_world = False
         self.has_options = False  # whether max_grad_norm and zero_grads_in_step are attributes of the optimizer
         self.steps_as_torch = ""  # why torch's class takes the steps, if it does
         self.is_in_constructor = False

@@ -89,7 +89,7 @@ def check_group(engine: Engine, index: int) -> None:
         return  # It may need other numbers, or never call this class's step.
     group = engine.param_groups[index]
     for place, param in enumerate(group["params"]):
-        if reason := dtensors.why_not(param, group, engine.rule.gathers):
+        if reason := dtensors.why_not(param, group, engine.rule):
             raise NotImplementedError(f"{dtensors.label_of(group, index, place)} {reason}.")
     _, formats, numbers = engine.asked_by(group, index)
     _C.optim_check_hypers(numbers, index)

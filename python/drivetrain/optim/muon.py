@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
@@ -17,7 +18,9 @@ from .engine import Engine
 from .kept import kept_of
 from .left_to_torch import constructed
 from .rule import Group, Numbers, Rule, hypers
+from .sharded import matrix_ranks
 
+POLAR_EXPRESS = "polar_express"  # in place of the coefficients of all iterations
 # The options of a group that AdamW steps, with the defaults of torch.optim.AdamW.
 _FALLBACK: Group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False}
 
@@ -29,8 +32,15 @@ def _check(group: Group) -> None:
         raise ValueError(f"eps is {group['eps']}, expected a number of 0 or more")
     if not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(f"ns_steps is {steps!r}. Number of steps must be less than 100 for computational efficiency")
-    if len(coefficients) != 3 or not all(math.isfinite(value) for value in coefficients):
+    if isinstance(coefficients, str) and coefficients != POLAR_EXPRESS:
+        raise ValueError(f"ns_coefficients is {coefficients!r}, expected three numbers or {POLAR_EXPRESS!r}")
+    if coefficients != POLAR_EXPRESS and (
+        len(coefficients) != 3 or not all(math.isfinite(value) for value in coefficients)
+    ):
         raise ValueError(f"ns_coefficients is {coefficients}. Coefficients must be a tuple of exactly 3 finite values")
+    heads = group.get("num_heads", 1)
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"num_heads is {heads!r}, expected an integer of 1 or more")
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
 
@@ -39,8 +49,13 @@ def _numbers(group: Group) -> Numbers:
     if group.get("fallback"):
         return hypers({**group, "decoupled_weight_decay": True, "maximize": False}, *NUMBERS)
     _check(group)
-    names = ("weight_decay", "momentum", "nesterov", "eps", ("ns_coefficients", "ns_a", "ns_b", "ns_c"), "ns_steps")
-    return hypers(group, *names) | {"match_rms_adamw": group["adjust_lr_fn"] == "match_rms_adamw"}
+    is_polar = group["ns_coefficients"] == POLAR_EXPRESS
+    a, b, c = (0.0, 0.0, 0.0) if is_polar else map(float, group["ns_coefficients"])
+    return hypers(group, "weight_decay", "momentum", "nesterov", "eps", "ns_steps") | {
+        **{"ns_a": a, "ns_b": b, "ns_c": c, "polar_express": is_polar},
+        "match_rms_adamw": group["adjust_lr_fn"] == "match_rms_adamw",
+        "num_heads": group.get("num_heads", 1),
+    }
 
 
 @follows(
@@ -48,7 +63,7 @@ def _numbers(group: Group) -> Numbers:
         lambda group: adam_name(group) if group.get("fallback") else "muon",
         _numbers,
         gathers=lambda group: not group.get("fallback"),
-        also=lambda group: set(_FALLBACK) if group.get("fallback") else set(),
+        also=lambda group: set(_FALLBACK) if group.get("fallback") else {"num_heads"},
     )
 )
 class Muon(FusedOptimizer, torch.optim.Muon):
@@ -69,18 +84,23 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     Args:
         weight_decay: Decoupled weight decay.
         nesterov: Uses Nesterov's momentum.
-        ns_coefficients: Coefficients of the Newton-Schulz polynomial.
+        ns_coefficients: Coefficients of the Newton-Schulz polynomial, or "polar_express" for other ones in each
+            iteration (Amsel et al. 2025, "The Polar Express", algorithm 1).
         eps: Lower bound of the norm that matrices are divided by.
         ns_steps: Number of Newton-Schulz iterations.
         adjust_lr_fn: Scales the learning rate by the shape: "original" (also None) or "match_rms_adamw".
         fallback: Options of AdamW for all other parameters: `lr`, `betas`, `eps`, `weight_decay`, `amsgrad` and
             storage formats. None accepts matrices only.
+        process_group: Ranks with equal parameters and gradients, as under DistributedDataParallel, which share the
+            work. Every rank must step the same matrices. None: each rank orthogonalizes its own.
 
     Raises:
         ValueError: A hyper-parameter is out of range or a parameter is not a matrix, as under torch. Or `eps` is
-            negative, `ns_steps` is not from 0 to 99, or `ns_coefficients` is not three finite numbers.
-        TypeError: `fallback` is no dict, or has an option that AdamW lacks.
-        RuntimeError: A step has complex matrices or sparse gradients.
+            negative, `ns_steps` is not from 0 to 99, or `ns_coefficients` is not one of the above. `num_heads` does not
+            divide the rows, or `process_group` lacks this rank.
+        TypeError: `fallback` is no dict, or has an option that AdamW lacks. `process_group` is no process group.
+        RuntimeError: A step has complex matrices or sparse gradients. Or an exchange with other ranks fails; the
+            parameters are then partly updated, and need the values of a checkpoint.
     """
 
     def __init__(
@@ -90,15 +110,18 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        ns_coefficients: tuple[float, float, float] | str = (3.4445, -4.775, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
         fallback: dict[str, Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         **options: Unpack[StepOptions],
     ) -> None:
         check_names(Muon.__init__, options)
+        if process_group is not None:
+            matrix_ranks.check(process_group)
         others: list[Group] = []
         if fallback is not None:
             _check_fallback(fallback)
@@ -110,10 +133,13 @@ class Muon(FusedOptimizer, torch.optim.Muon):
                 others = [other for _, other in parts if other is not None]
                 params = [own for own, _ in parts if own is not None] or [{"params": [], "fallback": False}]
         super().__init__(
-            *(params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn),
+            *(params, lr, weight_decay, momentum, nesterov, cast(Any, ns_coefficients), eps, ns_steps, adjust_lr_fn),
             fallback=None if fallback is None else dict(fallback),
             **options,
         )
+        kept = kept_of(self)
+        kept.is_over_world = process_group is not None and process_group is dist.group.WORLD
+        kept.process_group = None if kept.is_over_world else process_group
         for group in others:
             self.add_param_group(group)
         if others:
@@ -142,12 +168,18 @@ class Muon(FusedOptimizer, torch.optim.Muon):
 
 
 def _check_matrices(group: Group, index: int) -> None:
-    for place, param in enumerate(group["params"]):
-        if param.ndim != 2 and not group.get("fallback"):
-            name = group["param_names"][place] if "param_names" in group else place
+    heads = group.get("num_heads", 1)
+    for place, param in enumerate([] if group.get("fallback") else group["params"]):
+        name = group["param_names"][place] if "param_names" in group else place
+        if param.ndim != 2:
             raise ValueError(
                 f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
                 f"(parameter {name!r} of param_groups[{index}]): use AdamW for it"
+            )
+        if param.shape[0] % heads:
+            raise ValueError(
+                f"num_heads is {heads}, but parameter {name!r} of param_groups[{index}] has {param.shape[0]} rows: "
+                "expected a multiple"
             )
 
 

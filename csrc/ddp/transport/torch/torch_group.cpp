@@ -290,6 +290,14 @@ std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at
   return std::make_unique<TorchReduce>(std::move(work), backend_ == "gloo");
 }
 
+std::unique_ptr<TorchReduce> TorchComm::start_all_gather(const at::Tensor& whole, const at::Tensor& own) {
+  at::Tensor to = whole.view({-1}).view(at::kByte), from = own.view({-1}).view(at::kByte);
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // not every supported torch has its new name
+  return std::make_unique<TorchReduce>(group_->_allgather_base(to, from), backend_ == "gloo");
+#pragma GCC diagnostic pop
+}
+
 namespace {
 
 class TorchExchange final : public HostExchange {

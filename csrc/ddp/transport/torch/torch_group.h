@@ -62,6 +62,8 @@ class TorchComm final : public Comm {
   // Both are uint8 [any]; the counts are each rank's bytes, [size].
   std::unique_ptr<TorchReduce> start_all_to_all(at::Tensor received, at::Tensor sent,
                                                 std::vector<int64_t> received_counts, std::vector<int64_t> sent_counts);
+  // Starts to bring every rank's `own` to all ranks, one behind another in `whole`, which may contain `own`.
+  std::unique_ptr<TorchReduce> start_all_gather(const at::Tensor& whole, const at::Tensor& own);
 
  private:
   std::unique_ptr<PendingReduce> start_sum_in_tree(const at::Tensor& flat);

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _C
 from .. import precision
-from ..rule import Group
+from ..rule import Group, Rule
 from . import over_groups
 
 if TYPE_CHECKING:
@@ -124,7 +124,29 @@ def set_gradient(stand_in: Tensor, grad: Tensor | None) -> None:
 
 
 _NOT_GATHERED = ("state_bits", "master_bits", "rounding")  # options of storage formats that only parts can have
-Gathers = Callable[[Group], bool]  # whether the group's rule needs whole parameters
+
+
+def group_of_rows(param: "DTensor", group: Group, rule: Rule) -> dist.ProcessGroup | None:
+    """Returns the ranks that hold the rows of Muon's matrix, if each has some and only rows are divided."""
+    from torch.distributed.tensor import Shard
+
+    dims, (rows, columns) = split_dims(param), param.shape[-2:] if param.ndim == 2 else (0, 0)
+    if rule.name_of(group) != "muon" or len(dims) != 1 or param.stride() != (columns, 1):
+        return None
+    size, placement = param.device_mesh.size(dims[0]), param.placements[dims[0]]
+    rows_per_rank = -(-rows // size)
+    if type(placement) is not Shard or placement.dim != 0 or rows_per_rank * (size - 1) >= rows:
+        return None
+    ranks = param.device_mesh.get_group(dims[0])
+    return ranks if backend_of(ranks, local_part(param).device) else None
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Returns the name of the group's backend for tensors on that type of device."""
+    try:
+        return str(group._get_backend(torch.device(device.type)).name())
+    except RuntimeError:
+        return None
 
 
 def why_not_stepped(param: Tensor, local: Tensor) -> str | None:
@@ -142,7 +164,7 @@ def why_not_stepped(param: Tensor, local: Tensor) -> str | None:
     )
 
 
-def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
+def why_not(param: Tensor, group: Group, rule: Rule) -> str | None:
     """Returns why an optimizer cannot step the parameter, or None if it can."""
     local = local_part(param)
     # Tools build models of fake tensors to plan their memory; other frozen parameters get no gradient.
@@ -155,7 +177,7 @@ def why_not(param: Tensor, group: Group, gathers: Gathers) -> str | None:
     if any(place.is_partial() for place in param.placements):
         return f"{where}, a sum that is not reduced: redistribute it to Replicate() or Shard(dim) before training"
     asked = [f"{name}={group[name]!r}" for name in _NOT_GATHERED if group.get(name) not in (None, "nearest")]
-    if asked and split_dims(param) and gathers(group):
+    if asked and split_dims(param) and rule.gathers(group) and group_of_rows(param, group, rule) is None:
         return (
             f"{where}, which this optimizer gathers for its step, and {', '.join(asked)} is for parts only. Leave that "
             "option out for this group, redistribute the parameter to Replicate(), or leave the parameter out of "

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from ... import _C
 from .. import precision
 from ..rule import Group, Rule
+from . import matrix_ranks
 from .dtensors import (
+    group_of_rows,
     is_dtensor,
     label_of,
     local_part,
@@ -56,12 +58,14 @@ class Shards:
     def step(self, groups: list[Group], state: dict[Tensor, Any], options: _C.StepOptions, run: Run) -> _C.StepResult:
         """Steps this rank's part of every parameter, and leaves new states as DTensors in `state`.
 
-        Every rank steps the whole of a parameter that the rule gathers, one parameter at a time.
+        Matrices of Muon whose rows ranks hold are orthogonalized on one rank each. Every rank steps the whole of any
+        other parameter that the rule gathers, one parameter at a time.
         """
         parts: dict[int, _LocalPart] = {}
         local_state: dict[Tensor, Any] = defaultdict(dict)
         local_groups: list[Group] = []
         gathered: list[tuple[Group, int, DTensor]] = []
+        dealt: dict[Any, list[tuple[int, int, DTensor]]] = defaultdict(list)  # (group, place, matrix) by ranks
         try:
             for index, group in enumerate(groups):
                 plain = []
@@ -71,12 +75,17 @@ class Shards:
                         label = functools.partial(label_of, group, index, place)
                         part = parts[id(param)] = self._part(param, group, state, label)
                         settle_gradient(param, label)
-                        if param.grad is not None and split_dims(param) and self._rule.gathers(group):
-                            gathered.append((group, place, param))
-                            continue
                         stand_in = part.plain
+                        if param.grad is not None and split_dims(param) and self._rule.gathers(group):
+                            if (ranks := group_of_rows(param, group, self._rule)) is None:
+                                gathered.append((group, place, param))
+                                continue
+                            dealt[ranks].append((index, place, param))
+                        else:
+                            plain.append(stand_in)
                         set_gradient(stand_in, param.grad)
-                    plain.append(stand_in)
+                    else:
+                        plain.append(stand_in)
                     if param in state:
                         local_state[stand_in] = local_values(param, state[param])
                 local_groups.append({**group, "params": plain})
@@ -88,6 +97,15 @@ class Shards:
                 _refuse_wrappers(local_groups)
             if has_new_states:
                 _write_back(state, local_state, parts, groups)
+            for ranks, matrices in dealt.items():
+                whole_rows = [param.shape[0] for *_, param in matrices]
+                matrix_ranks.share(options, ranks, local_part(matrices[0][2]).device, whole_rows)
+                of_rows, has_new_states = run(_with_rows(groups, matrices, parts), local_state, options)
+                if has_new_states:
+                    _write_back(state, local_state, parts, groups)
+                if not any(local_group["params"] for local_group in local_groups):
+                    result = of_rows
+            options.matrix_ranks = None
             for group, place, param in gathered:
                 of_whole = _step_whole(group, place, param, state, options, run)
                 if not any(local_group["params"] for local_group in local_groups):
@@ -111,7 +129,7 @@ class Shards:
                     f"{label()} is {local.dtype} but was {before.local.dtype} in the step before. Cast it back, or "
                     "make a new optimizer for it (the state can be taken along with load_state_dict)."
                 )
-        if (reason := why_not(param, group, self._rule.gathers)) is not None:
+        if (reason := why_not(param, group, self._rule)) is not None:
             raise NotImplementedError(f"{label()} {reason}.")
         return _LocalPart(param, local, local.detach())
 
@@ -152,6 +170,20 @@ def _write_back(
         for name, value in found.items():
             if name not in values or local_part(values[name]) is not value:
                 values[name] = shared_value(param, name, value)
+
+
+def _with_rows(
+    groups: list[Group], matrices: Sequence[tuple[int, int, "DTensor"]], parts: dict[int, _LocalPart]
+) -> list[Group]:
+    """Returns copies of the groups with this rank's rows of these matrices only."""
+    result = []
+    for index, group in enumerate(groups):
+        places = [place for of_group, place, _ in matrices if of_group == index]
+        copy = {**group, "params": [parts[id(group["params"][place])].plain for place in places]}
+        if "param_names" in group:
+            copy["param_names"] = [group["param_names"][place] for place in places]
+        result.append(copy)
+    return result
 
 
 def _step_whole(

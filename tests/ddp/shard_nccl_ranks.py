@@ -5,6 +5,7 @@ are those of the CPU's tests, on another default device.
 """
 
 import copy
+import functools
 import inspect
 import os
 import tempfile
@@ -31,6 +32,7 @@ from drivetrain import DistributedDataParallel
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.optim import full_state_dict
 from nccl_ranks import join_group
+from optim import test_muon_ranks
 
 MODES = ("optimizer", "gradients")
 FEW_OF_TORCHS = ("AdamW", "Adagrad", "SGD")  # each step of an optimizer takes long on the stand-in
@@ -45,6 +47,8 @@ cases: dict[str, Callable[[], Any]] = {
     "formats": test_shard.test_storage_formats_have_the_same_bits_where_parts_are_whole_blocks,
     "sums": test_shard.test_rules_with_sums_over_parameters_agree_with_the_unsharded_wrapper,
     "muon": test_shard.test_muon_agrees_with_the_unsharded_wrapper,
+    "shared_matrices": functools.partial(test_muon_ranks.whole_matrices, 2),
+    "shared_rows": functools.partial(test_muon_ranks.rows, (2,)),
     "moves_between_steps": test_shard.test_parameters_that_move_between_steps_are_gathered,
     "unsharded_states": test_shard.test_states_of_unsharded_steps_are_divided,
     "accumulation": test_shard.test_gradients_are_collected_and_clipped,

@@ -389,3 +389,25 @@ def test_a_group_of_a_fallback_that_is_not_there() -> None:
     matrix, vector = torch.zeros(2, 2).requires_grad_(), torch.zeros(2).requires_grad_()
     with pytest.raises(ValueError, match="a group has fallback=True, but Muon got no fallback"):
         optim.Muon([{"params": [matrix]}, {"params": [vector], "fallback": True}])
+
+
+@pytest.mark.parametrize("shape", [(513, 700), (700, 513), (601, 601)])
+def test_symmetric_products_have_the_bits_of_whole_ones(shape: tuple[int, int]) -> None:
+    """Large products with a symmetric result are computed in blocks up to the diagonal."""
+    torch.manual_seed(0)
+    param, gradient = torch.zeros(shape, requires_grad=True), torch.randn(shape)
+    param.grad = gradient.clone()
+    optim.Muon([param], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, ns_steps=3).step()
+    a, b, c = 3.4445, -4.775, 2.0315
+    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    matrix = gradient.bfloat16()[None]
+    matrix = matrix / matrix.double().norm().float().bfloat16().view(1, 1, 1)
+    for _ in range(3):
+        factor = matrix.to(dtype)
+        pair = (factor, factor.mT) if shape[0] <= shape[1] else (factor.mT, factor)
+        gram = torch.bmm(*pair).bfloat16().to(dtype)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(dtype)
+        pair = (polynomial, factor) if shape[0] <= shape[1] else (factor, polynomial)
+        matrix = torch.baddbmm(factor, *pair, beta=a).bfloat16()
+    step_size = torch.tensor(math.sqrt(max(1.0, shape[0] / shape[1])))
+    assert torch.equal(param.detach(), -step_size * matrix[0].float())

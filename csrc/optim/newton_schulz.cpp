@@ -44,8 +44,8 @@ at::ScalarType product_dtype(const at::Tensor& matrices) {
 }
 
 // Returns beta * added + alpha * left * right, where the product is symmetric. On the CPU, large products are computed
-// up to the diagonal, in blocks of rows, and mirrored: 10/16 of the multiplications. The bits are those of whole
-// products. `added` may be undefined.
+// up to the diagonal, in blocks of rows, and mirrored: 10/16 of the multiplications, with the same bits.
+// `added` may be undefined.
 at::Tensor symmetric_product(const at::Tensor& left, const at::Tensor& right, const at::Tensor& added = {},
                              double beta = 0, double alpha = 1) {
   constexpr int64_t kLeast = 512, kBlocks = 4;  // smaller products are faster as a whole

@@ -97,9 +97,8 @@ struct Batch {
   StepPlan plan = {};
   int64_t total_of_others = 0;  // elements of plan.others
   Factoring factoring = {};
-  at::Tensor factors = {};   // memory of the factors during the step
-  MuonPlan muon = {};        // Muon's memory during the step
-  uint64_t agreed_plan = 0;  // the hash of the last plan of matrices that was equal on all ranks
+  at::Tensor factors = {};  // memory of the factors during the step
+  MuonPlan muon = {};       // Muon's memory during the step
 };
 
 // A step counter. On CUDA it is on its parameter's device, and the step itself increments it. The host then need not

@@ -2,6 +2,8 @@
 #include "optim/muon.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <numeric>
@@ -43,8 +45,8 @@ std::vector<std::vector<int32_t>> deal(const std::vector<ParamJob>& wholes, cons
   std::vector<double> costs;
   for (size_t i = 0; i < wholes.size(); ++i) {
     const double rows = static_cast<double>(wholes[i].rows) / args[i].num_heads;
-    costs.push_back(args[i].iterations * static_cast<double>(wholes[i].numel) *
-                    std::min(rows, static_cast<double>(wholes[i].columns)));
+    const double per_element = args[i].iterations * std::min(rows, static_cast<double>(wholes[i].columns));
+    costs.push_back(static_cast<double>(wholes[i].numel) * (1 + per_element));
   }
   std::vector<int32_t> order(wholes.size());
   std::iota(order.begin(), order.end(), 0);
@@ -57,10 +59,6 @@ std::vector<std::vector<int32_t>> deal(const std::vector<ParamJob>& wholes, cons
     of_rank[least] += costs[i];
   }
   return homes;
-}
-
-at::Tensor empty_matrices(c10::Device device, int64_t numel) {
-  return at::empty({numel}, at::TensorOptions(at::kBFloat16).device(device));
 }
 
 TypedArray values_in(const at::Tensor& memory, int64_t begin) {
@@ -111,45 +109,34 @@ void orthogonalize_heads(const MuonMatrices& matrices, const at::Tensor& result,
   orthogonalize(first.view(shape), second.view(shape), matrices.args);
 }
 
-// Runs a part of an exchange. The steps before it have changed parameters, which its error says.
+// Runs a part of an exchange between ranks. Its error says what the step has done.
 template <class Part>
-auto exchanging(Part&& part) {
+auto exchanging(const char* done, Part&& part) {
   try {
     return part();
   } catch (const std::exception& error) {
-    throw EnvironmentError(text("Muon could not exchange matrices with the other ranks of its process group: ",
-                                error.what(), "\nThis step has updated some parameters only: load a checkpoint."));
+    throw EnvironmentError(text("Muon's ranks could not exchange matrices: ", error.what(), "\n", done));
   }
 }
+constexpr const char* kNothingDone =
+    "Nothing has changed. Every rank must reach step(): look for an error of another one.";
+constexpr const char* kPartlyDone = "This step has updated some parameters only: load a checkpoint.";
 
-}  // namespace
+// The indices of a round's matrices, by home.
+struct DealtRound {
+  std::vector<std::vector<int32_t>> homes;
+  int64_t most = 0;  // elements at the home that has most
+};
 
-MuonPlan plan_muon(c10::Device device, const ParamJob* params, const std::vector<MuonArgs>& args, MuonRanks ranks) {
-  MuonPlan plan;
-  const int size = ranks.size;
-  std::vector<ParamJob> wholes(params, params + args.size());
-  for (size_t i = 0; ranks.hold_rows() && i < wholes.size(); ++i) {
-    DT_INVARIANT(!wholes[i].is_transposed && wholes[i].rows == rows_of_rank(ranks.whole_rows[i], ranks.rank, size));
-    wholes[i].rows = ranks.whole_rows[i];
-    wholes[i].numel = wholes[i].rows * wholes[i].columns;
-  }
-  int64_t largest = 0;
-  for (size_t i = 0; i < wholes.size(); ++i) {
-    largest = std::max(largest, wholes[i].numel);
-    const auto args_of_iteration = args[i].iteration();
-    plan.hash = mix(mix(plan.hash, wholes[i].rows), wholes[i].columns << 1 | wholes[i].is_transposed);
-    plan.hash = mix(plan.hash, hash_bytes(args_of_iteration.data(), sizeof(args_of_iteration)));
-  }
-  const int64_t most = std::max(largest, std::min(kRoundElements, kAllElements / size));
-
-  // Divides each home's matrices, sorted by their keys, into rounds.
-  std::vector<std::vector<std::vector<int32_t>>> rounds;  // indices by round and home
-  std::vector<int64_t> largest_parts;                     // elements at the home that has most of a round
+// Deals matrices to homes, and divides what each has into rounds.
+std::vector<DealtRound> divide(const std::vector<ParamJob>& wholes, const std::vector<MuonArgs>& args, int size) {
+  int64_t most = std::min(kRoundElements, kAllElements / size);
+  for (const ParamJob& whole : wholes) most = std::max(most, whole.numel);
+  std::vector<DealtRound> rounds;
   std::vector<std::vector<int32_t>> homes = deal(wholes, args, size);
   for (int home = 0; home < size; ++home) {
-    const auto key = [&](int32_t i) { return key_of(wholes[i], args[i]); };
-    std::sort(homes[home].begin(), homes[home].end(),
-              [&](int32_t a, int32_t b) { return std::tuple(key(a), a) < std::tuple(key(b), b); });
+    const auto key = [&](int32_t i) { return std::tuple(key_of(wholes[i], args[i]), i); };
+    std::sort(homes[home].begin(), homes[home].end(), [&](int32_t a, int32_t b) { return key(a) < key(b); });
     size_t round = 0;
     int64_t elements = 0;
     for (const int32_t i : homes[home]) {
@@ -158,102 +145,140 @@ MuonPlan plan_muon(c10::Device device, const ParamJob* params, const std::vector
         elements = 0;
       }
       elements += wholes[i].numel;
-      if (round == rounds.size()) {
-        rounds.emplace_back(size);
-        largest_parts.push_back(0);
-      }
-      rounds[round][home].push_back(i);
-      largest_parts[round] = std::max(largest_parts[round], elements);
+      if (round == rounds.size()) rounds.push_back({std::vector<std::vector<int32_t>>(size)});
+      rounds[round].homes[home].push_back(i);
+      rounds[round].most = std::max(rounds[round].most, elements);
     }
   }
+  return rounds;
+}
 
-  const int64_t most_elements =
-      largest_parts.empty() ? 0 : *std::max_element(largest_parts.begin(), largest_parts.end());
-
-  // Rounds that exchange rows begin while the one before is orthogonalized and the one before that returns.
-  const bool hold_rows = ranks.hold_rows();
-  const size_t most_buffers = hold_rows ? 3 : std::min(size, 2);
-  int64_t most_local = 0;
-  for (const auto& of_round : rounds) {
-    int64_t local = 0;
-    for (const auto& of_home : of_round) {
-      for (const int32_t i : of_home) local += params[i].numel;
+// Allocates the rounds' buffers. Rounds that exchange rows begin while the one before is orthogonalized and the one
+// before that returns.
+void allocate(MuonPlan& plan, const std::vector<DealtRound>& rounds, const ParamJob* params) {
+  const bool hold_rows = plan.ranks.hold_rows();
+  int64_t at_home = 0, here = 0;
+  for (const DealtRound& round : rounds) {
+    int64_t of_round = 0;
+    for (const auto& matrices : round.homes) {
+      for (const int32_t i : matrices) of_round += params[i].numel;
     }
-    most_local = std::max(most_local, local);
+    at_home = std::max(at_home, round.most);
+    here = std::max(here, of_round);
   }
-  for (size_t i = 0; i < std::min(most_buffers, rounds.size()); ++i) {
-    plan.results.push_back(empty_matrices(device, hold_rows ? most_local : size * most_elements));
-    if (hold_rows) plan.messages.push_back(empty_matrices(device, most_elements));
+  const auto elements = [&](int64_t numel) {
+    return at::empty({numel}, at::TensorOptions(at::kBFloat16).device(plan.ranks.device));
+  };
+  const size_t turns = std::min(rounds.size(), hold_rows ? size_t{3} : std::min<size_t>(plan.ranks.size, 2));
+  for (size_t turn = 0; turn < turns; ++turn) {
+    plan.results.push_back(elements(hold_rows ? here : plan.ranks.size * at_home));
+    if (hold_rows) plan.messages.push_back(elements(at_home));
   }
-  plan.scratch = empty_matrices(device, most_elements);
-  if (hold_rows) plan.wholes = empty_matrices(device, most_elements);
+  plan.scratch = elements(at_home);
+  if (hold_rows) plan.wholes = elements(at_home);
+}
 
-  for (size_t r = 0; r < rounds.size(); ++r) {
-    MuonRound& round = plan.rounds.emplace_back();
-    round.first = static_cast<int32_t>(plan.order.size());
-    round.most = largest_parts[r];
-    round.sent.resize(size);
-    round.back.resize(size);
-    const at::Tensor& results = plan.results[r % plan.results.size()];
-    int64_t local = 0;
-    for (int home = 0; home < size; ++home) {
-      int64_t begin = 0;
-      const int32_t* before = nullptr;
-      for (const int32_t& i : rounds[r][home]) {
-        const bool is_mine = home == ranks.rank;
-        if (is_mine) {
-          const auto [rows, columns] = std::get<0>(key_of(wholes[i], args[i]));
-          if (before == nullptr || key_of(wholes[*before], args[*before]) != key_of(wholes[i], args[i])) {
-            round.mine.push_back({0, rows, columns, wholes[i].is_transposed, begin, args[i]});
-          }
-          ++round.mine.back().number;
-          for (int rank = 0; hold_rows && rank < size; ++rank) {
-            round.back[rank] += rows_of_rank(rows, rank, size) * columns * kElementBytes;
-          }
-        }
-        before = &i;
-        ParamJob job = params[i];
-        job.rule = static_cast<int32_t>(plan.order.size());
-        job.rows = wholes[i].rows;
-        job.begin = num_blocks(round.total) * kBlock;  // States may have blocks.
-        round.total = job.begin + job.numel;
-        round.sent[home] += job.numel * kElementBytes;
-        const TypedArray result = values_in(results, hold_rows ? local : home * round.most + begin);
-        plan.order.push_back(i);
-        plan.momenta.push_back(job);
-        // Other homes' places only take the momentum until their results arrive.
-        const bool begins_elsewhere = is_mine && !hold_rows && !begins_with_result(args[i]);
-        plan.momenta.back().param = begins_elsewhere ? values_in(plan.scratch, begin) : result;
-        plan.steps.push_back(job);
-        plan.steps.back().grad = result;
-        ++round.number;
-        begin += wholes[i].numel;
-        local += job.numel;
-      }
+// Adds a matrix at home on this rank to the round.
+void add_mine(MuonRound& round, const ParamJob& whole, const MuonArgs& args, int64_t begin, const MuonRanks& ranks) {
+  const auto [rows, columns] = std::get<0>(key_of(whole, args));
+  const bool continues =
+      !round.mine.empty() && round.mine.back().rows == rows && round.mine.back().columns == columns &&
+      round.mine.back().is_transposed == whole.is_transposed && round.mine.back().args.iteration() == args.iteration();
+  if (!continues) round.mine.push_back({0, rows, columns, whole.is_transposed, begin, args});
+  ++round.mine.back().number;
+  for (int rank = 0; ranks.hold_rows() && rank < ranks.size; ++rank) {
+    round.taken[rank] += rows_of_rank(rows, rank, ranks.size) * columns * kElementBytes;
+  }
+}
+
+void add_round(MuonPlan& plan, const DealtRound& dealt, const ParamJob* params, const std::vector<ParamJob>& wholes,
+               const std::vector<MuonArgs>& args) {
+  const MuonRanks& ranks = plan.ranks;
+  const at::Tensor& results = plan.results[plan.rounds.size() % plan.results.size()];
+  MuonRound& round = plan.rounds.emplace_back();
+  round.first = static_cast<int32_t>(plan.order.size());
+  round.most = dealt.most;
+  round.sent.resize(ranks.size);
+  round.taken.resize(ranks.size);
+  int64_t here = 0;
+  for (int home = 0; home < ranks.size; ++home) {
+    int64_t begin = 0;
+    for (const int32_t i : dealt.homes[home]) {
+      if (home == ranks.rank) add_mine(round, wholes[i], args[i], begin, ranks);
+      ParamJob job = params[i];
+      job.rule = static_cast<int32_t>(plan.order.size());
+      job.rows = wholes[i].rows;                     // The step's size depends on the whole matrix's shape.
+      job.begin = num_blocks(round.total) * kBlock;  // States may have blocks.
+      round.total = job.begin + job.numel;
+      round.sent[home] += job.numel * kElementBytes;
+      const TypedArray result = values_in(results, ranks.hold_rows() ? here : home * round.most + begin);
+      plan.order.push_back(i);
+      plan.momenta.push_back(job);
+      plan.steps.push_back(job);
+      plan.steps.back().grad = result;
+      // The momentum goes where the iteration or the exchange begins. Other homes' places hold it for nothing.
+      const bool begins_in_scratch = home == ranks.rank && !ranks.hold_rows() && !begins_with_result(args[i]);
+      plan.momenta.back().param = begins_in_scratch ? values_in(plan.scratch, begin) : result;
+      ++round.number;
+      begin += wholes[i].numel;
+      here += job.numel;
     }
   }
+}
+
+}  // namespace
+
+MuonPlan plan_muon(const ParamJob* params, const std::vector<MuonArgs>& args, MuonRanks ranks, MuonTotals& totals) {
+  std::vector<ParamJob> wholes(params, params + args.size());
+  for (size_t i = 0; i < wholes.size(); ++i) {
+    ParamJob& whole = wholes[i];
+    if (ranks.hold_rows()) {
+      DT_INVARIANT(!whole.is_transposed && whole.rows == rows_of_rank(ranks.whole_rows[i], ranks.rank, ranks.size));
+      whole.rows = ranks.whole_rows[i];
+      whole.numel = whole.rows * whole.columns;
+    }
+    const auto heads = static_cast<int64_t>(args[i].num_heads);
+    if (whole.rows % heads != 0) {
+      throw UserError(text("num_heads is ", heads, ", but a matrix of its group has ", whole.rows, " rows and ",
+                           whole.columns, " columns: expected a divisor of the rows."));
+    }
+    const auto iteration = args[i].iteration();
+    totals.hash = mix(mix(totals.hash, whole.rows), whole.columns << 1 | whole.is_transposed);
+    totals.hash = mix(totals.hash, hash_bytes(iteration.data(), sizeof(iteration)));
+    totals.elements += whole.numel;
+    ++totals.matrices;
+  }
+  MuonPlan plan;
   plan.ranks = std::move(ranks);
+  const std::vector<DealtRound> rounds = divide(wholes, args, plan.ranks.size);
+  allocate(plan, rounds, params);
+  for (const DealtRound& round : rounds) add_round(plan, round, params, wholes, args);
   return plan;
 }
 
-void check_plans(const MuonPlan& plan, c10::Device device, uint64_t& agreed) {
-  if (!plan.ranks.comm || (device.is_cuda() && plan.hash == agreed)) return;
-  const at::Tensor here = at::empty({2}, at::kLong),
-                   all = at::empty({plan.ranks.size, 2}, here.options().device(device));
-  here.data_ptr<int64_t>()[0] = static_cast<int64_t>(plan.hash);
-  here.data_ptr<int64_t>()[1] = static_cast<int64_t>(plan.order.size());
-  plan.ranks.comm->start_all_gather(all, here.to(device))->wait();
-  const at::Tensor found = all.cpu();
-  for (int rank = 0; rank < plan.ranks.size; ++rank) {
-    const int64_t* theirs = found.const_data_ptr<int64_t>() + 2 * rank;
-    if (theirs[0] == static_cast<int64_t>(plan.hash)) continue;
-    throw UserError(text("Muon with process_group deals matrices to ranks, but ", plan.ranks.comm->ranks().name(rank),
-                         " steps ", theirs[1], " matrices and ", plan.ranks.comm->ranks().name(plan.ranks.rank), " ",
-                         plan.order.size(),
-                         " (or other shapes or options). Every rank must step the same matrices: "
-                         "give all of them gradients on every rank, or leave process_group out."));
+void check_totals(const MuonRanks& ranks, const MuonTotals& mine, uint64_t& agreed) {
+  if (!ranks.comm) return;
+  const uint64_t hash = mix(mix(mine.hash, ranks.group), mine.skips);
+  if (ranks.device.is_cuda() && hash == agreed) return;
+  constexpr int64_t kNumbers = 4;
+  const at::Tensor here = at::tensor({static_cast<int64_t>(hash), mine.matrices, mine.elements, int64_t{mine.skips}});
+  const at::Tensor all = at::empty({ranks.size, kNumbers}, here.options().device(ranks.device));
+  const at::Tensor found = exchanging(kNothingDone, [&] {
+    ranks.comm->start_all_gather(all, here.to(ranks.device))->wait();
+    return all.cpu();
+  });
+  const auto described = [&](int rank) {
+    const int64_t* numbers = found.const_data_ptr<int64_t>() + kNumbers * rank;
+    return text(ranks.comm->ranks().name(rank), numbers[3] != 0 ? " skips " : " steps ", numbers[1], " matrices with ",
+                numbers[2], " elements");
+  };
+  for (int rank = 0; rank < ranks.size; ++rank) {
+    if (found.const_data_ptr<int64_t>()[kNumbers * rank] == static_cast<int64_t>(hash)) continue;
+    throw UserError(text("Muon's ranks share matrices, but ", described(rank), ", and ", described(ranks.rank),
+                         ", or shapes, layouts or options differ. Nothing has changed. Give the same matrices reduced "
+                         "gradients on every rank, or leave process_group out."));
   }
-  agreed = plan.hash;
+  agreed = hash;
 }
 
 void run_muon(MuonPlan& plan, const StepJob& job, const ParamJob* momenta, const ParamJob* steps,
@@ -261,7 +286,7 @@ void run_muon(MuonPlan& plan, const StepJob& job, const ParamJob* momenta, const
   const MuonRanks& ranks = plan.ranks;
   const bool hold_rows = ranks.hold_rows();
   const size_t num_rounds = plan.rounds.size(), num_buffers = plan.results.size();
-  std::vector<std::unique_ptr<ddp::TorchReduce>> there(num_buffers), back(num_buffers);
+  std::vector<std::unique_ptr<ddp::TorchReduce>> to_home(num_buffers), from_home(num_buffers);
   const auto pass_of = [&](const MuonRound& round, RuleKind kind, const ParamJob* params) {
     StepJob pass = job;
     pass.num_params = round.number;
@@ -279,9 +304,9 @@ void run_muon(MuonPlan& plan, const StepJob& job, const ParamJob* momenta, const
     run(pass_of(round, RuleKind::kMuonMomentum, momenta));
     if (!hold_rows) return;
     const size_t b = r % num_buffers;
-    there[b] = exchanging([&] {
-      return ranks.comm->start_all_to_all(bytes_of(plan.messages[b], round.back), bytes_of(plan.results[b], round.sent),
-                                          round.back, round.sent);
+    to_home[b] = exchanging(kPartlyDone, [&] {
+      return ranks.comm->start_all_to_all(bytes_of(plan.messages[b], round.taken),
+                                          bytes_of(plan.results[b], round.sent), round.taken, round.sent);
     });
   };
   const auto orthogonalize_mine = [&](size_t r) {
@@ -289,23 +314,24 @@ void run_muon(MuonPlan& plan, const StepJob& job, const ParamJob* momenta, const
     const size_t b = r % num_buffers;
     const at::Tensor results = hold_rows ? plan.wholes : plan.results[b].narrow(0, ranks.rank * round.most, round.most);
     if (hold_rows) {
-      exchanging([&] { there[b]->wait(); });
+      exchanging(kPartlyDone, [&] { to_home[b]->wait(); });
       copy_rows(round, plan.wholes, plan.scratch, plan.messages[b], ranks.size, /*is_result=*/false);
     }
     for (const MuonMatrices& matrices : round.mine) orthogonalize_heads(matrices, results, plan.scratch);
     if (hold_rows) {
       copy_rows(round, plan.wholes, plan.scratch, plan.messages[b], ranks.size, /*is_result=*/true);
-      back[b] = exchanging([&] {
+      from_home[b] = exchanging(kPartlyDone, [&] {
         return ranks.comm->start_all_to_all(bytes_of(plan.results[b], round.sent),
-                                            bytes_of(plan.messages[b], round.back), round.sent, round.back);
+                                            bytes_of(plan.messages[b], round.taken), round.sent, round.taken);
       });
     } else if (ranks.comm) {
-      back[b] = exchanging(
-          [&] { return ranks.comm->start_all_gather(plan.results[b].narrow(0, 0, ranks.size * round.most), results); });
+      from_home[b] = exchanging(kPartlyDone, [&] {
+        return ranks.comm->start_all_gather(plan.results[b].narrow(0, 0, ranks.size * round.most), results);
+      });
     }
   };
   const auto step = [&](size_t r) {
-    if (const auto& arriving = back[r % num_buffers]) exchanging([&] { arriving->wait(); });
+    if (const auto& arriving = from_home[r % num_buffers]) exchanging(kPartlyDone, [&] { arriving->wait(); });
     StepJob pass = pass_of(plan.rounds[r], RuleKind::kMuonStep, steps);
     pass.grad_scaling = {};  // The first pass has scaled the gradients.
     pass.only_skips = true;

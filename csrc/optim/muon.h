@@ -20,6 +20,8 @@ namespace drivetrain::optim {
 // The ranks that share a step's matrices. Each matrix has a home, the rank that orthogonalizes it.
 struct MuonRanks {
   std::shared_ptr<ddp::TorchComm> comm;  // null: this rank is the home of all
+  c10::Device device = at::kCPU;         // of the matrices
+  uint64_t group = 0;                    // a hash of its name
   std::vector<int64_t> whole_rows;       // by parameter, where ranks hold rows of it as torch divides them; else empty
   int rank = 0, size = 1;
 
@@ -39,11 +41,11 @@ struct MuonMatrices {
 
 // Matrices that ranks orthogonalize at the same time.
 struct MuonRound {
-  int32_t first = 0, number = 0;    // indices of the plan's jobs
-  int64_t total = 0;                // elements of these on this rank, including gaps
-  int64_t most = 0;                 // elements at the home that has most
-  std::vector<MuonMatrices> mine;   // matrices at home on this rank
-  std::vector<int64_t> sent, back;  // bytes of rows to each home, and of each rank's rows to this rank
+  int32_t first = 0, number = 0;     // indices of the plan's jobs
+  int64_t total = 0;                 // elements of these on this rank, including gaps
+  int64_t most = 0;                  // elements at the home that has most
+  std::vector<MuonMatrices> mine;    // matrices at home on this rank
+  std::vector<int64_t> sent, taken;  // bytes of rows to each home, and of each rank's rows to this rank
 };
 
 // A step's matrices, round by round and home by home, with two jobs each. The first updates the momentum and leaves it
@@ -54,19 +56,26 @@ struct MuonPlan {
   std::vector<int32_t> order;  // indices of the step's parameters
   std::vector<ParamJob> momenta, steps;
   std::vector<MuonRound> rounds;
-  uint64_t hash = 0;  // equal on ranks that step equal matrices
   // Rounds take turns in these: every rank's results, or this rank's rows of all matrices.
   std::vector<at::Tensor> results;
   at::Tensor wholes, scratch;        // whole matrices and the iteration's other buffer
   std::vector<at::Tensor> messages;  // other ranks' rows
 };
 
-// Plans the step. `args` has an element per parameter; its lr is ignored.
-MuonPlan plan_muon(c10::Device device, const ParamJob* params, const std::vector<MuonArgs>& args, MuonRanks ranks);
+// All matrices of a step, in numbers that are equal on ranks that step equal matrices.
+struct MuonTotals {
+  uint64_t hash = 0;
+  int64_t matrices = 0, elements = 0;
+  bool skips = false;
+};
 
-// Throws UserError, on every rank, unless all ranks have planned to step the same matrices. `agreed` is the hash of an
-// earlier step. On CUDA an equal plan is not compared again, because that waits for the device.
-void check_plans(const MuonPlan& plan, c10::Device device, uint64_t& agreed);
+// Plans the step and adds it to the totals. `args` has an element per parameter; its lr is ignored.
+MuonPlan plan_muon(const ParamJob* params, const std::vector<MuonArgs>& args, MuonRanks ranks, MuonTotals& totals);
+
+// Throws UserError, on every rank, unless all ranks step equal matrices. Every rank must call it in every step, also
+// one without matrices. `agreed` is a hash of an earlier step. On CUDA an equal step is not compared again, because
+// that waits for the device.
+void check_totals(const MuonRanks& ranks, const MuonTotals& mine, uint64_t& agreed);
 
 // Runs all rounds. `momenta`, `steps` and the job's rules are in the memory that `run`, a pass over a job's
 // parameters, reads.

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/hash.h"
 #include "base/parallel.h"
 #include "ddp/transport/torch/torch_group.h"
 #include "grad/norm.h"
@@ -31,6 +32,18 @@ namespace py = pybind11;
 
 namespace drivetrain::optim {
 namespace {
+
+// Returns the batches with parameters by their first ones. The reader keeps them in the order of earlier steps, which
+// the bits of a norm must not depend on.
+std::vector<Batch*> batches_by_parameter(StepReader& read) {
+  std::vector<Batch*> batches;
+  for (Batch& batch : read.batches) {
+    if (!batch.params.empty()) batches.push_back(&batch);
+  }
+  std::sort(batches.begin(), batches.end(),
+            [](const Batch* a, const Batch* b) { return a->written_of[0] < b->written_of[0]; });
+  return batches;
+}
 
 // Executes a step that was read and checked: counters, versions, launches. Needs no GIL. See StepJob for `on_device`.
 void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device) {
@@ -61,8 +74,8 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
       *static_cast<float*>(scalar.value) = static_cast<float>(value);
     }
   }
-  for (Batch& batch : read.batches) {
-    if (batch.total == 0) continue;
+  for (Batch* const found : batches_by_parameter(read)) {  // Muon's exchanges have one order on all ranks.
+    Batch& batch = *found;
     StepJob job = {};
     job.kind = batch.rule->kind;
     job.in_double = batch.in_double;
@@ -89,18 +102,6 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
       if (copy.original.defined()) copy.original.detach().copy_(copy.copy);
     }
   }
-}
-
-// Returns the batches with parameters by their first ones. The reader keeps them in the order of earlier steps, which
-// the bits of a norm must not depend on.
-std::vector<Batch*> batches_by_parameter(StepReader& read) {
-  std::vector<Batch*> batches;
-  for (Batch& batch : read.batches) {
-    if (!batch.params.empty()) batches.push_back(&batch);
-  }
-  std::sort(batches.begin(), batches.end(),
-            [](const Batch* a, const Batch* b) { return a->written_of[0] < b->written_of[0]; });
-  return batches;
 }
 
 // Sums the squares of all gradients of the step.
@@ -202,34 +203,39 @@ std::vector<const Batch*> batches_scaled_on_device(StepReader& read, const StepO
   return batches;
 }
 
-// Plans steps of matrices, in an order that all ranks share. Throws if ranks have planned to step others.
-void plan_matrices(StepReader& reader, const MuonRanks& of_step) {
-  for (Batch* const found : batches_by_parameter(reader)) {
-    Batch& batch = *found;
-    if (batch.rule->kind != RuleKind::kMuonMomentum) continue;
+// Plans steps of matrices, in an order that all ranks share. Throws if ranks step others, before anything changes.
+void plan_matrices(StepReader& reader, const MuonRanks& of_step, bool skips) {
+  MuonTotals totals;
+  totals.skips = skips;
+  for (Batch* const batch : batches_by_parameter(reader)) {
+    if (batch->rule->kind != RuleKind::kMuonMomentum || skips) continue;
     std::vector<MuonArgs> args;
     MuonRanks ranks = of_step;
+    ranks.device = batch->device;
     ranks.whole_rows.clear();
-    for (size_t i = 0; i < batch.params.size(); ++i) {
-      const int32_t rule = batch.params[i].rule;
-      args.push_back(batch.device.is_cuda() ? MuonArgs::make(batch.numbers[batch.starts[i].numbers].hypers, 1)
-                                            : reader.rules[rule].as<MuonArgs>());
-      if (of_step.hold_rows()) ranks.whole_rows.push_back(of_step.whole_rows.at(batch.written_of[i]));
+    for (size_t i = 0; i < batch->params.size(); ++i) {
+      args.push_back(batch->device.is_cuda() ? MuonArgs::make(batch->numbers[batch->starts[i].numbers].hypers, 1)
+                                             : reader.rules[batch->params[i].rule].as<MuonArgs>());
+      if (of_step.hold_rows()) ranks.whole_rows.push_back(of_step.whole_rows.at(batch->written_of[i]));
     }
-    const c10::DeviceGuard guard(batch.device);
-    batch.muon = plan_muon(batch.device, batch.params.data(), args, std::move(ranks));
-    check_plans(batch.muon, batch.device, batch.agreed_plan);
+    const c10::DeviceGuard guard(batch->device);
+    batch->muon = plan_muon(batch->params.data(), args, std::move(ranks), totals);
   }
+  check_totals(of_step, totals, reader.agreed_matrices);
 }
 
 void run(StepReader& reader, const StepOptions& options, const std::vector<const Batch*>& on_device,
          StepResult& result) {
-  plan_matrices(reader, options.matrix_ranks.value_or(MuonRanks()));
+  const GradScalingOptions asked = options.asked();
+  result.measures = asked.measures;
+  const auto sum = [&] {
+    return options.sum_of_squares ? options.sum_of_squares->item<double>() : sum_of_squares(reader);
+  };
+  if (on_device.empty()) result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum() : 0);
+  plan_matrices(reader, options.matrix_ranks.value_or(MuonRanks()), result.grad_scaling.skips);
   for (Batch& batch : reader.batches) {
     if (batch.total > 0 && batch.device.is_cuda()) place_on_device(batch);
   }
-  const GradScalingOptions asked = options.asked();
-  result.measures = asked.measures;
   if (!on_device.empty()) {
     StepOptions placed = options;
     placed.move_to(on_device.front()->device);
@@ -237,10 +243,6 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
     run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()));
     return;
   }
-  const auto sum = [&] {
-    return options.sum_of_squares ? options.sum_of_squares->item<double>() : sum_of_squares(reader);
-  };
-  result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum() : 0);
   if (!result.grad_scaling.skips) {
     run(reader, result.grad_scaling, nullptr);
   } else if (asked.zeroes) {  // The next backward must not add to gradients that are not finite.
@@ -296,11 +298,12 @@ StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vec
 
 // ranks: the job's numbers of the process group's ranks.
 MuonRanks matrix_ranks(const std::string& process_group, const std::string& backend, std::vector<int64_t> ranks,
-                       std::vector<int64_t> whole_rows) {
+                       const std::string& device, std::vector<int64_t> whole_rows) {
   auto comm = std::make_shared<ddp::TorchComm>(c10d::resolve_process_group(process_group), backend,
                                                ddp::Ranks(std::move(ranks)));
+  const uint64_t group = hash_bytes(process_group.data(), static_cast<int64_t>(process_group.size()));
   const int rank = comm->rank(), size = comm->size();
-  return {std::move(comm), std::move(whole_rows), rank, size};
+  return {std::move(comm), c10::Device(device), group, std::move(whole_rows), rank, size};
 }
 
 }  // namespace
@@ -308,7 +311,7 @@ MuonRanks matrix_ranks(const std::string& process_group, const std::string& back
 void register_optim(py::module_& m) {
   register_state(m);
   py::class_<MuonRanks>(m, "MatrixRanks")
-      .def(py::init(&matrix_ranks), py::arg("process_group"), py::arg("backend"), py::arg("ranks"),
+      .def(py::init(&matrix_ranks), py::arg("process_group"), py::arg("backend"), py::arg("ranks"), py::arg("device"),
            py::arg("whole_rows") = std::vector<int64_t>());
   py::class_<StepReader>(m, "StepReader").def(py::init());
   py::class_<StepOptions>(m, "StepOptions")

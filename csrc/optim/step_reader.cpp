@@ -75,6 +75,7 @@ void StepReader::end() {
     batch.empty_starts.clear();
     batch.numbers.clear();
     batch.numbers_group = -1;
+    batch.muon = {};
   }
   rules.clear();
   written.clear();

@@ -79,6 +79,8 @@ class StepReader {
 
   bool busy = false;  // another thread's step is running
 
+  uint64_t agreed_matrices = 0;  // the hash of matrices that all ranks stepped before (muon.h)
+
  private:
   struct Group {
     pybind11::object dict;

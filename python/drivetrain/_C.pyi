@@ -104,7 +104,7 @@ class StepOptions:
 
 class MatrixRanks:
     def __init__(
-        self, process_group: str, backend: str, ranks: Sequence[int], whole_rows: Sequence[int] = ()
+        self, process_group: str, backend: str, ranks: Sequence[int], device: str, whole_rows: Sequence[int] = ()
     ) -> None: ...
 
 class StepResult:

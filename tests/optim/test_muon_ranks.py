@@ -204,20 +204,58 @@ def test_matrices_that_leave_a_rank_without_rows_are_gathered() -> None:
         expect_equal(shared, ours, alone, theirs, str(placement))
 
 
+def _set_grads(params: list[Tensor], value: float = 1.0) -> None:
+    for param in params:
+        param.grad = torch.full_like(param, value)
+
+
 @run_on(2)
 def test_other_matrices_on_a_rank_raise_on_every_rank() -> None:
-    """The check comes before the first change."""
-    params = parameters([(4, 6)] * 3)
-    before = copy.deepcopy(params)
-    optimizer = optim.Muon(params, process_group=dist.group.WORLD)
-    for param in params[: 2 + dist.get_rank()]:
-        param.grad = torch.ones(4, 6)
-    with pytest.raises(ValueError, match=r"rank \d steps \d matrices and rank \d \d"):
+    """The check comes before the first change, covers matrices of every dtype, and a rank may have none of them."""
+    kinds = [[torch.float32] * 3, [torch.float64, torch.float32, torch.float32]]
+    for dtypes, number in ((dtypes, number) for dtypes in kinds for number in (0, 2)):
+        params = [values((4, 6), seed).to(dtype).requires_grad_() for seed, dtype in enumerate(dtypes)]
+        before = copy.deepcopy(params)
+        optimizer = optim.Muon(params, process_group=dist.group.WORLD)
+        _set_grads(params[(3 - number) * (dist.get_rank() == 0) :])
+        with pytest.raises(ValueError, match=r"rank \d steps \d matrices with \d+ elements, and rank \d steps"):
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+        assert not optimizer.state
+        _set_grads(params)
         optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
-    params[2].grad = None
+        assert not any(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+@run_on(2)
+def test_gradients_that_are_not_reduced_raise_on_every_rank() -> None:
+    """One rank would skip the step."""
+    params = parameters([(4, 6)])
+    before = copy.deepcopy(params)
+    optimizer = optim.Muon(params, process_group=dist.group.WORLD, max_grad_norm=1.0)
+    _set_grads(params, float("nan") if dist.get_rank() == 0 else 1.0)
+    with pytest.raises(ValueError, match="rank 0 skips 0 matrices"):
+        optimizer.step()
+    assert torch.equal(params[0], before[0])
+
+
+@run_on(2)
+def test_a_rank_without_a_gradient_changes_no_other_parameter() -> None:
+    """Rows of matrices and AdamW's parameters are stepped together or not at all."""
+    mesh = init_device_mesh("cpu", (2,))
+    shapes = [(8, 6), (6, 8), (8,)]
+    params: list[Any] = [nn.Parameter(distribute_tensor(values(s, 1), mesh, [Shard(0)])) for s in shapes]
+    optimizer = optim.Muon(params, fallback={})
+    before = [param.to_local().clone() for param in params]
+    _set_grads(params)
+    if dist.get_rank() == 1:
+        params[0].grad = params[1].grad = None
+    with pytest.raises(ValueError, match="rank 1 steps 0 matrices"):
+        optimizer.step()
+    assert all(torch.equal(param.to_local(), old) for param, old in zip(params, before, strict=True))
+    _set_grads(params)
     optimizer.step()
-    assert not torch.equal(params[0], before[0])
+    assert not any(torch.equal(param.to_local(), old) for param, old in zip(params, before, strict=True))
 
 
 @run_on(2)
@@ -240,6 +278,12 @@ def test_process_groups_that_cannot_be_used() -> None:
     params = parameters([(8, 6)])
     with pytest.raises(TypeError, match="process_group is a str, expected a process group"):
         optim.Muon(params, process_group="gloo")  # type: ignore[arg-type]
+    optim.Muon([{"params": []}], process_group=dist.group.WORLD).step()
+    optimizer = optim.Muon(params, process_group=(group := dist.new_group([0, 1])))
+    dist.destroy_process_group(group)
+    _set_grads(params)
+    with pytest.raises(ValueError, match="process_group was destroyed"):
+        optimizer.step()
     group = dist.new_group([0])
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="process_group does not contain this rank"):
@@ -277,6 +321,32 @@ def test_heads_that_do_not_divide_the_rows_raise(heads: Any, what: str) -> None:
         optim.Muon([{"params": [values((96, 40), 0)], "num_heads": heads}])
 
 
+def test_heads_that_change_later_are_checked_before_the_step() -> None:
+    params = parameters([(9, 6), (8, 6)])
+    optimizer = optim.Muon(params)
+    before = copy.deepcopy(params)
+    _set_grads(params)
+    optimizer.param_groups[0]["num_heads"] = 4
+    with pytest.raises(ValueError, match="num_heads is 4, but a matrix of its group has 9 rows and 6 columns"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"num_heads": 4}, {"ns_coefficients": "polar_express"}])
+def test_torchs_class_takes_no_steps_with_options_that_it_lacks(options: dict[str, Any]) -> None:
+    drivetrain.install(optim=True)
+    try:
+
+        class Sub(torch.optim.Muon):
+            def _init_group(self, *args: Any) -> Any:
+                return super()._init_group(*args)
+
+        with pytest.raises(NotImplementedError, match="_init_group"):
+            Sub([{"params": parameters([(8, 6)]), **options}]).step()
+    finally:
+        drivetrain.uninstall()
+
+
 @pytest.mark.parametrize("shape", [(40, 96), (96, 40), (64, 64)])
 def test_polar_express_brings_singular_values_close_to_one(shape: tuple[int, int]) -> None:
     """Against the polar factor, and closer to it than torch's coefficients in as many iterations."""
@@ -295,5 +365,5 @@ def test_polar_express_brings_singular_values_close_to_one(shape: tuple[int, int
 
 
 def test_other_names_of_coefficients_raise() -> None:
-    with pytest.raises(ValueError, match="ns_coefficients is 'polar', expected three numbers or 'polar_express'"):
+    with pytest.raises(ValueError, match=r"ns_coefficients is 'polar'. Coefficients must be .* or 'polar_express'"):
         optim.Muon([values((4, 4), 0)], ns_coefficients="polar")

@@ -67,7 +67,7 @@ def makers(comm: _C.Comm) -> dict[str, Callable[[], object]]:
         "Conversions": _C.Conversions,
         "HostPages": lambda: _C.HostPages(4096),
         "MatrixRanks": lambda: _C.MatrixRanks(
-            dist.distributed_c10d._get_default_group().group_name, backend="gloo", ranks=[0]
+            dist.distributed_c10d._get_default_group().group_name, backend="gloo", ranks=[0], device="cpu"
         ),
         "MainGrads": lambda: _C.MainGrads([weight], [torch.zeros(2)], lambda index: True),
         "OffloadPool": lambda: _C.OffloadPool(1 << 20),

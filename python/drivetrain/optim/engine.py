@@ -105,7 +105,8 @@ class Engine:
         )
         group = dist.group.WORLD if self.kept.is_over_world else self.kept.process_group
         if group is not None and group.size() > 1:
-            matrix_ranks.share(options, group, self.params()[0].device)
+            matrices = (p for each in self.param_groups if not each.get("fallback") for p in each["params"])
+            matrix_ranks.share(options, group, next((p.device for p in matrices), torch.device("cpu")))
         return options
 
     def _scalar(self, name: str, default: float) -> float | Tensor:

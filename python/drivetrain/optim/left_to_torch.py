@@ -29,8 +29,8 @@ def _asks_for_more(engine: Engine) -> bool:
     """Returns whether the caller has asked for something that torch's class lacks."""
     kept, groups = engine.kept, getattr(engine.optimizer, "param_groups", [])
     is_own = kept.max_grad_norm is not None or kept.zero_grads_in_step or kept.in_backward is not None
-    is_own = is_own or kept.fallback is not None or bool(kept.formats)
-    return is_own or any(engine.formats_of(group) for group in groups)
+    is_own = is_own or kept.fallback is not None or bool(kept.formats) or kept.shares_matrices
+    return is_own or any(engine.formats_of(group) or engine.rule.is_own(group) for group in groups)
 
 
 def leave(engine: Engine, reason: str, stacklevel: int) -> None:

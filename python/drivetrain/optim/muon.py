@@ -1,8 +1,8 @@
 """Muon: torch's class with the native step, and AdamW for parameters that are not matrices."""
 
 import math
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,24 @@ def _check(group: Group) -> None:
         raise ValueError(f"eps is {group['eps']}, expected a number of 0 or more")
     if not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(f"ns_steps is {steps!r}. Number of steps must be less than 100 for computational efficiency")
-    if isinstance(coefficients, str) and coefficients != POLAR_EXPRESS:
-        raise ValueError(f"ns_coefficients is {coefficients!r}, expected three numbers or {POLAR_EXPRESS!r}")
-    if coefficients != POLAR_EXPRESS and (
-        len(coefficients) != 3 or not all(math.isfinite(value) for value in coefficients)
-    ):
-        raise ValueError(f"ns_coefficients is {coefficients}. Coefficients must be a tuple of exactly 3 finite values")
+    if coefficients != POLAR_EXPRESS and not _are_three_numbers(coefficients):
+        raise ValueError(
+            f"ns_coefficients is {coefficients!r}. Coefficients must be a tuple of exactly 3 finite values, or "
+            f"{POLAR_EXPRESS!r}"
+        )
     heads = group.get("num_heads", 1)
-    if not isinstance(heads, int) or heads < 1:
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
         raise ValueError(f"num_heads is {heads!r}, expected an integer of 1 or more")
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+
+
+def _are_three_numbers(values: Any) -> bool:
+    return (
+        isinstance(values, Sequence)
+        and len(values) == 3
+        and all(isinstance(value, SupportsFloat) and math.isfinite(value) for value in values)
+    )
 
 
 def _numbers(group: Group) -> Numbers:
@@ -64,6 +71,7 @@ def _numbers(group: Group) -> Numbers:
         _numbers,
         gathers=lambda group: not group.get("fallback"),
         also=lambda group: set(_FALLBACK) if group.get("fallback") else {"num_heads"},
+        is_own=lambda group: "num_heads" in group or group.get("ns_coefficients") == POLAR_EXPRESS,
     )
 )
 class Muon(FusedOptimizer, torch.optim.Muon):
@@ -72,6 +80,14 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     With `fallback`, the same optimizer steps all other parameters with AdamW. Parameters that are not matrices go to a
     group of their own, after the matrices' groups. Give embeddings and output layers, which are matrices, as groups
     with `fallback=True`. Each group of AdamW takes the options of `fallback` unless it has its own.
+
+    A weight that holds the matrices of several heads, such as a fused query, key and value, goes into a group with
+    `num_heads`. Its rows are divided into that many matrices, each orthogonalized on its own.
+
+    Ranks share the work where they hold rows of a matrix: under fully_shard(), HSDP, and
+    DistributedDataParallel(shard=...). Each matrix is orthogonalized on one rank and travels in bfloat16. With
+    `process_group`, ranks that hold whole matrices share it as well. On the CPU a step that every rank computes has
+    the same bits. Copied and unpickled optimizers have no process group.
 
     Newton-Schulz runs in bfloat16, as in torch, in batches of matrices of one shape. The matrix products are torch's,
     so the last bits of a step may depend on threads, processor and device; the momentum's bits do not. On a CPU without

@@ -32,6 +32,7 @@ class Rule:
             torch's class takes no such gradients.
         scalar_dtype: The dtype of the rule's scalars; None takes the step counter's.
         also: Returns names of options that a group has besides the defaults.
+        is_own: Returns whether a group asks for something that torch's class lacks, besides storage formats.
     """
 
     name: str | Callable[[Group], str]
@@ -43,6 +44,7 @@ class Rule:
     step_sparse: Callable[[Any, Group, list[Tensor]], None] | None = None
     scalar_dtype: torch.dtype | None = None
     also: Callable[[Group], set[str]] = lambda group: set()
+    is_own: Callable[[Group], bool] = lambda group: False
 
     def name_of(self, group: Group) -> str:
         """Returns the group's native rule."""

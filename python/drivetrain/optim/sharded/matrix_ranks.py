@@ -29,7 +29,15 @@ def share(
         options: The step's options.
         group: Ranks that have the whole matrices, or rows of them.
         device: The matrices' device.
-        whole_rows: The number of rows of each whole matrix, in the step's order, where ranks have rows.
+        whole_rows: Where ranks have rows: the number of rows of each whole matrix, by parameter with a gradient in the
+            step's order. 0 for a parameter that is no such matrix.
+
+    Raises:
+        ValueError: The group was destroyed.
     """
-    ranks = dist.get_process_group_ranks(group)
-    options.matrix_ranks = _C.MatrixRanks(group.group_name, backend_of(group, device) or "", ranks, whole_rows)
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError) as error:
+        raise ValueError("Muon's process_group was destroyed: construct the optimizer with another one") from error
+    backend = backend_of(group, device) or ""
+    options.matrix_ranks = _C.MatrixRanks(group.group_name, backend, ranks, str(device), whole_rows)

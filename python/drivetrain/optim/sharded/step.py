@@ -5,9 +5,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ... import _C
@@ -46,6 +47,16 @@ class _LocalPart:
     param: "DTensor"
     local: Tensor
     plain: Tensor
+    ranks: dist.ProcessGroup | None  # that hold the rows of Muon's matrix
+
+
+class _StandIn(NamedTuple):
+    """The tensor that stands for a parameter in the native step."""
+
+    place: int
+    tensor: Tensor
+    ranks: dist.ProcessGroup | None
+    whole_rows: int
 
 
 class Shards:
@@ -63,52 +74,56 @@ class Shards:
         """
         parts: dict[int, _LocalPart] = {}
         local_state: dict[Tensor, Any] = defaultdict(dict)
-        local_groups: list[Group] = []
+        stand_ins: list[list[_StandIn]] = []
         gathered: list[tuple[Group, int, DTensor]] = []
-        dealt: dict[Any, list[tuple[int, int, DTensor]]] = defaultdict(list)  # (group, place, matrix) by ranks
+        ranks_of_rows: dict[Any, None] = {}  # in the order of the parameters
+        has_whole_matrices = False
         try:
             for index, group in enumerate(groups):
-                plain = []
+                stand_ins.append([])
                 for place, param in enumerate(group["params"]):
-                    stand_in = param
+                    stand_in, ranks, is_divided = param, None, False
                     if is_dtensor(param):
                         label = functools.partial(label_of, group, index, place)
                         part = parts[id(param)] = self._part(param, group, state, label)
                         settle_gradient(param, label)
-                        stand_in = part.plain
-                        if param.grad is not None and split_dims(param) and self._rule.gathers(group):
-                            if (ranks := group_of_rows(param, group, self._rule)) is None:
-                                gathered.append((group, place, param))
-                                continue
-                            dealt[ranks].append((index, place, param))
-                        else:
-                            plain.append(stand_in)
+                        stand_in, ranks = part.plain, part.ranks
+                        is_divided = bool(split_dims(param)) and self._rule.gathers(group)
+                        if param.grad is not None and is_divided and ranks is None:
+                            gathered.append((group, place, param))
+                            continue
                         set_gradient(stand_in, param.grad)
-                    else:
-                        plain.append(stand_in)
+                    if ranks is not None:
+                        ranks_of_rows[ranks] = None
+                    has_whole_matrices |= not is_divided and self._rule.name_of(group) == "muon"
+                    stand_ins[-1].append(_StandIn(place, stand_in, ranks, param.shape[0] if ranks else 0))
                     if param in state:
                         local_state[stand_in] = local_values(param, state[param])
-                local_groups.append({**group, "params": plain})
             self._parts = parts
             if options.measures and options.sum_of_squares is None:
                 options.sum_of_squares = sum_of_squares(param for group in groups for param in group["params"])
-            result, has_new_states = run(local_groups, local_state, options)
-            if result.has_wrappers:
-                _refuse_wrappers(local_groups)
-            if has_new_states:
-                _write_back(state, local_state, parts, groups)
-            for ranks, matrices in dealt.items():
-                whole_rows = [param.shape[0] for *_, param in matrices]
-                matrix_ranks.share(options, ranks, local_part(matrices[0][2]).device, whole_rows)
-                of_rows, has_new_states = run(_with_rows(groups, matrices, parts), local_state, options)
+            ranks_of_wholes, result = options.matrix_ranks, None
+            # One run leaves everything as it was if ranks have other matrices.
+            is_one_run = len(ranks_of_rows) == 1 and not has_whole_matrices
+            runs: list[set[Any]] = [{None, *ranks_of_rows}] if is_one_run else [*({r} for r in ranks_of_rows), {None}]
+            for chosen in runs:
+                local_groups, whole_rows = _chosen(groups, stand_ins, chosen)
+                options.matrix_ranks = ranks_of_wholes
+                for ranks in chosen - {None}:
+                    device = next(one.tensor.device for group in stand_ins for one in group if one.ranks is ranks)
+                    matrix_ranks.share(options, ranks, device, whole_rows)
+                of_run, has_new_states = run(local_groups, local_state, options)
+                if of_run.has_wrappers:
+                    _refuse_wrappers(local_groups)
                 if has_new_states:
                     _write_back(state, local_state, parts, groups)
-                if not any(local_group["params"] for local_group in local_groups):
-                    result = of_rows
+                if result is None or any(local_group["params"] for local_group in local_groups):
+                    result = of_run
+            assert result is not None
             options.matrix_ranks = None
             for group, place, param in gathered:
                 of_whole = _step_whole(group, place, param, state, options, run)
-                if not any(local_group["params"] for local_group in local_groups):
+                if not any(stand_ins):
                     result = of_whole
             if result.is_on_device or not result.skipped:
                 params = (param for group in groups for param in group["params"])
@@ -131,7 +146,7 @@ class Shards:
                 )
         if (reason := why_not(param, group, self._rule)) is not None:
             raise NotImplementedError(f"{label()} {reason}.")
-        return _LocalPart(param, local, local.detach())
+        return _LocalPart(param, local, local.detach(), group_of_rows(param, group, self._rule))
 
 
 def sum_of_whole_squares(rule: Rule, groups: list[Group]) -> Tensor:
@@ -172,18 +187,19 @@ def _write_back(
                 values[name] = shared_value(param, name, value)
 
 
-def _with_rows(
-    groups: list[Group], matrices: Sequence[tuple[int, int, "DTensor"]], parts: dict[int, _LocalPart]
-) -> list[Group]:
-    """Returns copies of the groups with this rank's rows of these matrices only."""
-    result = []
-    for index, group in enumerate(groups):
-        places = [place for of_group, place, _ in matrices if of_group == index]
-        copy = {**group, "params": [parts[id(group["params"][place])].plain for place in places]}
+def _chosen(
+    groups: list[Group], stand_ins: Sequence[Sequence[_StandIn]], ranks: set[Any]
+) -> tuple[list[Group], list[int]]:
+    """Returns copies of the groups with the stand-ins of these ranks, and all rows of each that has a gradient."""
+    copies, whole_rows = [], []
+    for group, of_group in zip(groups, stand_ins, strict=True):
+        chosen = [one for one in of_group if one.ranks in ranks]
+        whole_rows += [one.whole_rows for one in chosen if one.tensor.grad is not None]
+        copy = {**group, "params": [one.tensor for one in chosen]}
         if "param_names" in group:
-            copy["param_names"] = [group["param_names"][place] for place in places]
-        result.append(copy)
-    return result
+            copy["param_names"] = [group["param_names"][one.place] for one in chosen]
+        copies.append(copy)
+    return copies, whole_rows
 
 
 def _step_whole(

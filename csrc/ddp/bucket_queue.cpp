@@ -73,6 +73,7 @@ void BucketQueue::start(size_t index) {
   }
   if (!is_skipped(index)) {
     parts_.check.check(index);
+    parts_.noise.add(bucket, scaling_.before);
     compare_changes(index);
     reduce(index);
   }

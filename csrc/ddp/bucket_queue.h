@@ -14,6 +14,7 @@
 #include "ddp/collectives.h"
 #include "ddp/grad_buffer.h"
 #include "ddp/gradient_check.h"
+#include "ddp/gradient_noise.h"
 #include "ddp/parameter.h"
 #include "ddp/part_sums.h"
 #include "ddp/step_gradients.h"
@@ -47,6 +48,7 @@ class BucketQueue {
     Collectives& collectives;
     const UsedParameters& used;
     GradientCheck& check;
+    GradientNoise& noise;
     StepTimes& times;
     bool skips_unused;  // does not reduce buckets whose parameters are all unused
   };

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <utility>
 
 #include "base/check.h"
@@ -286,9 +288,25 @@ void register_reducer(py::module_& m) {
           "set_gradient_check",
           [](Reducer& reducer, bool skips, double spike_factor) {
             using Mode = GradientCheck::Mode;
-            reducer.set_gradient_check({skips ? Mode::kSkip : Mode::kRaise, spike_factor});
+            reducer.with_checks([&](GradientCheck& check, auto&) {
+              check.set_options({skips ? Mode::kSkip : Mode::kRaise, spike_factor});
+            });
           },
           py::arg("skips"), py::arg("spike_factor"), no_gil())
+      .def(
+          "set_noise_every",
+          [](Reducer& reducer, int64_t every) {
+            reducer.with_checks([&](auto&, GradientNoise& noise) { noise.set_every(every); });
+          },
+          py::arg("every"), no_gil())
+      .def(
+          "gradient_noise",
+          [](Reducer& reducer) {
+            using Found = std::tuple<int64_t, int64_t, at::Tensor>;
+            const auto norms = reducer.with_checks([](auto&, const GradientNoise& noise) { return noise.last(); });
+            return norms ? std::optional(Found(norms->step, norms->ranks, norms->squares)) : std::nullopt;
+          },
+          no_gil())
       .def("_set_static_graph", &Reducer::set_static_graph, no_gil())
       .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward, no_gil())
       .def("_set_mixed_precision_param_dtype", &Reducer::set_mixed_precision, py::arg("dtype"), no_gil())
@@ -305,7 +323,12 @@ void register_reducer(py::module_& m) {
       .def("buffer_bytes", &Reducer::buffer_bytes, no_gil())
       .def("gradient_views", &Reducer::gradient_views, no_gil())
       .def("has_rebuilt_buckets", &Reducer::has_rebuilt_buckets, no_gil())
-      .def("skipped_steps", &Reducer::skipped_steps, no_gil())
+      .def(
+          "skipped_steps",
+          [](Reducer& reducer) {
+            return reducer.with_checks([](const GradientCheck& check, auto&) { return check.skipped_steps(); });
+          },
+          no_gil())
       .def("last_error", &Reducer::last_error, no_gil())
       .def("is_graph_known", &Reducer::is_graph_known, no_gil())
       .def("_ddp_graph_static", &Reducer::has_graph_stayed_the_same, no_gil())

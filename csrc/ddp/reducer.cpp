@@ -319,6 +319,7 @@ void Reducer::finalize() {
   // A hook has divided by the number of ranks already.
   weights_.divide(buffer_, queue_.has_hook() ? collectives_.comm().size() : 1);
   used_.finish();
+  noise_.finish();
   hand_back_gradients();
   if (used_.graph() == Graph::kStaticUnknown) used_.set_graph(Graph::kStaticKnown);
   queue_.hand_over_rest();

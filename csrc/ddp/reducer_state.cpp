@@ -47,7 +47,8 @@ ReducerState::ReducerState(std::vector<at::Tensor> tensors, std::vector<std::str
       weights_(params_, part_sums_, collectives_, [this] { forget_step(); }),
       replicas_(params_, collectives_, options_.check_replicas_every),
       check_(params_, buffer_, collectives_),
-      queue_({params_, buffer_, gradients_, part_sums_, streams_, collectives_, used_, check_, now_,
+      noise_(params_, buffer_, collectives_),
+      queue_({params_, buffer_, gradients_, part_sums_, streams_, collectives_, used_, check_, noise_, now_,
               options_.skip_unused_buckets}),
       planner_(params_, buffer_, streams_, collectives_, {options_.bucket_caps, options_.plan_from_measurement}),
       claims_(params_) {
@@ -194,6 +195,8 @@ void ReducerState::begin_side_sums() {
         "check_gradients does not go together with step_in_backward(), main_grads(), mixed_precision or distributed "
         "autograd: they use or keep gradients before all ranks know what was found. Leave it out.");
   }
+  const bool are_dense = std::find(options_.sparse.begin(), options_.sparse.end(), true) == options_.sparse.end();
+  noise_.set_is_plain(!are_used_early && are_dense && !weights_.has_weight());
   for (SideSum* sum : side_sums_) sum->begin_step(kind_, uneven_.is_joining);
 }
 

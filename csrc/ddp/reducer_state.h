@@ -20,6 +20,7 @@
 #include "ddp/errors.h"
 #include "ddp/grad_buffer.h"
 #include "ddp/gradient_check.h"
+#include "ddp/gradient_noise.h"
 #include "ddp/parameter.h"
 #include "ddp/part_sums.h"
 #include "ddp/replicas.h"
@@ -96,8 +97,10 @@ class ReducerState {
   // put_aside: takes parts of earlier reduced gradients out of `.grad`, which on_reduced has put there. Their owner
   // also divides weighted sums.
   void set_put_aside(std::function<void()> put_aside);
-  void set_gradient_check(GradientCheck::Options options) {
-    locked([&] { check_.set_options(options); });
+  // Calls the function with what reads gradients before their reduction. It must not keep them.
+  template <class Body>
+  auto with_checks(Body&& body) {
+    return locked([&] { return std::forward<Body>(body)(check_, noise_); });
   }
   // Calls the function once at the end of the current step, or of the next.
   void add_end_callback(std::function<void()> callback) {
@@ -125,10 +128,6 @@ class ReducerState {
   }
   bool has_rebuilt_buckets() {
     return locked([&] { return planner_.has_rebuilt(); });
-  }
-  // Returns how many steps the check of gradients has dropped, and what it found in the last.
-  std::pair<int64_t, std::string> skipped_steps() {
-    return locked([&] { return check_.skipped_steps(); });
   }
   std::string last_error() {
     return locked([&] { return errors_.message(); });
@@ -222,7 +221,9 @@ class ReducerState {
   WeightedMean weights_;
   ReplicaCheck replicas_;
   GradientCheck check_;
-  const std::array<SideSum*, 4> side_sums_{&used_, &weights_, &replicas_, &check_};  // in the order of their start
+  GradientNoise noise_;
+  // In the order of their start.
+  const std::array<SideSum*, 5> side_sums_{&used_, &weights_, &replicas_, &check_, &noise_};
   StepTimes now_, last_;  // of the current step, and of the last finished one
   BucketQueue queue_;
   BucketPlanner planner_;

@@ -154,8 +154,8 @@ void run_ranks(int size, const std::function<void(int)>& body) {
 void test_words() {
   std::mt19937_64 random(0);
   for (int i = 0; i < 1000; ++i) {
-    const Tag tag{static_cast<Purpose>(1 + random() % 8), static_cast<int64_t>(random() >> 32), random() & 0xffff,
-                  random() & 0xfff};
+    const Tag tag{static_cast<Purpose>(1 + random() % 16), static_cast<int64_t>(random() >> 32), random() & 0xffff,
+                  random() & 0x7ff};
     const Tag back = Tag::of(tag.word());
     expect(back.purpose == tag.purpose && back.step == tag.step && back.bucket == tag.bucket &&
                back.wrapper == tag.wrapper,

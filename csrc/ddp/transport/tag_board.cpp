@@ -24,7 +24,7 @@ constexpr milliseconds kLongWait(1000);
 // A rank waits that long for its host's first rank without giving its core away.
 constexpr microseconds kShortWait(50);
 
-constexpr int kPurposeBits = 4, kWrapperBits = 12, kBucketBits = 16;
+constexpr int kPurposeBits = 5, kWrapperBits = 11, kBucketBits = 16;
 
 constexpr char kUnprepared[] = " of a second backward, or one whose forward ran under no_sync(),";
 
@@ -77,6 +77,8 @@ std::string describe(const Tag& tag) {
       return text("bucket ", tag.bucket, " for a communication hook", kUnprepared, step);
     case Purpose::kGradientCheck:
       return "the check of gradients" + step;
+    case Purpose::kGradientNoise:
+      return "the norms of gradients for statistics()" + step;
     case Purpose::kChange:
       return text("the comparison of parameter ", tag.bucket,
                   ", which a hook changed during backward to values of checksum ", tag.step, ",");

@@ -29,6 +29,7 @@ enum class Purpose : uint8_t {
   kUnpreparedBucket,  // of a backward that no forward has prepared, such as a second one over its outputs
   kUnpreparedHook,
   kGradientCheck,
+  kGradientNoise,
   kChange,     // no collective: a parameter that a hook changed during backward, with its checksum in place of the step
   kConnection  // of a wrapper that did not communicate when it was made
 };

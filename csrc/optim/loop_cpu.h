@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 
+#include "formats/summation.h"
 #include "formats/tile_cpu.h"
+#include "optim/statistics_cpu.h"
 #include "optim/step.h"
 
 namespace drivetrain::optim {
@@ -18,8 +21,35 @@ struct LargestPrepared {
   uint32_t largest[kMaxStates] = {};
 };
 
-// The only loop over elements, which compiles to straight vector code for every rule. kCoded: states have 8 bits.
-// `factor` multiplies gradients.
+// Updates element i. kCoded: states have 8 bits. `factor` multiplies gradients.
+template <class Rule, bool kCoded, class T>
+[[gnu::always_inline]] inline void update_element(const Rule& rule, T factor, T* param, const T* grad, T* state0,
+                                                  T* state1, T* state2, T* state3, int64_t i, uint32_t& largest0,
+                                                  uint32_t& largest1, uint32_t& largest2, uint32_t& largest3) {
+  T p = param[i];
+  T s[kMaxStates] = {};
+  if constexpr (Rule::kNumStates > 0) s[0] = state0[i];
+  if constexpr (Rule::kNumStates > 1) s[1] = state1[i];
+  if constexpr (Rule::kNumStates > 2) s[2] = state2[i];
+  if constexpr (Rule::kNumStates > 3) s[3] = state3[i];
+  rule(p, factor * grad[i], s);
+  param[i] = p;
+  if constexpr (kCoded) {
+    for (int k = 0; k < Rule::kNumStates; ++k) {
+      if (Rule::kSquared[k]) s[k] = SquaredCode::prepare(s[k]);
+    }
+    largest0 = std::max(largest0, magnitude_bits(s[0]));
+    largest1 = std::max(largest1, magnitude_bits(s[1]));
+    largest2 = std::max(largest2, magnitude_bits(s[2]));
+    largest3 = std::max(largest3, magnitude_bits(s[3]));
+  }
+  if constexpr (Rule::kNumStates > 0) state0[i] = s[0];
+  if constexpr (Rule::kNumStates > 1) state1[i] = s[1];
+  if constexpr (Rule::kNumStates > 2) state2[i] = s[2];
+  if constexpr (Rule::kNumStates > 3) state3[i] = s[3];
+}
+
+// The loop over elements, which compiles to straight vector code for every rule.
 template <class Rule, bool kCoded, class T>
 void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T* __restrict grad, T* __restrict state0,
                  T* __restrict state1, T* __restrict state2, T* __restrict state3, int64_t count,
@@ -27,29 +57,43 @@ void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T
   const Rule rule = shared_rule;  // A local copy cannot alias the arrays.
   uint32_t largest0 = 0, largest1 = 0, largest2 = 0, largest3 = 0;
   for (int64_t i = 0; i < count; ++i) {
-    T p = param[i];
-    T s[kMaxStates] = {};
-    if constexpr (Rule::kNumStates > 0) s[0] = state0[i];
-    if constexpr (Rule::kNumStates > 1) s[1] = state1[i];
-    if constexpr (Rule::kNumStates > 2) s[2] = state2[i];
-    if constexpr (Rule::kNumStates > 3) s[3] = state3[i];
-    rule(p, factor * grad[i], s);
-    param[i] = p;
-    if constexpr (kCoded) {
-      for (int k = 0; k < Rule::kNumStates; ++k) {
-        if (Rule::kSquared[k]) s[k] = SquaredCode::prepare(s[k]);
-      }
-      largest0 = std::max(largest0, magnitude_bits(s[0]));
-      largest1 = std::max(largest1, magnitude_bits(s[1]));
-      largest2 = std::max(largest2, magnitude_bits(s[2]));
-      largest3 = std::max(largest3, magnitude_bits(s[3]));
-    }
-    if constexpr (Rule::kNumStates > 0) state0[i] = s[0];
-    if constexpr (Rule::kNumStates > 1) state1[i] = s[1];
-    if constexpr (Rule::kNumStates > 2) state2[i] = s[2];
-    if constexpr (Rule::kNumStates > 3) state3[i] = s[3];
+    update_element<Rule, kCoded>(rule, factor, param, grad, state0, state1, state2, state3, i, largest0, largest1,
+                                 largest2, largest3);
   }
   if constexpr (kCoded) prepared = {{largest0, largest1, largest2, largest3}};
+}
+
+// Updates a tile to the same bits, and measures it.
+template <class Rule, bool kCoded, class T>
+void update_and_measure(const Rule& shared_rule, T factor, T* __restrict param, const T* __restrict grad,
+                        T* __restrict state0, T* __restrict state1, T* __restrict state2, T* __restrict state3,
+                        int64_t count, LargestPrepared& prepared, StatisticsSlots<T>& measured) {
+  const Rule rule = shared_rule;
+  StatisticsSlots<T> slots = measured;
+  alignas(64) uint32_t largest[kMaxStates][kStatisticsSlots] = {};
+  const int64_t whole = count - count % kStatisticsSlots;
+  for (int64_t from = 0; from < whole; from += kStatisticsSlots) {
+    for (int slot = 0; slot < kStatisticsSlots; ++slot) {
+      const int64_t i = from + slot;
+      const T before = param[i];
+      update_element<Rule, kCoded>(rule, factor, param, grad, state0, state1, state2, state3, i, largest[0][slot],
+                                   largest[1][slot], largest[2][slot], largest[3][slot]);
+      slots.add(slot, grad[i], before, param[i]);
+    }
+  }
+  for (int64_t i = whole; i < count; ++i) {  // A function for both loops would hide from the compiler what is apart.
+    const auto slot = static_cast<int>(i - whole);
+    const T before = param[i];
+    update_element<Rule, kCoded>(rule, factor, param, grad, state0, state1, state2, state3, i, largest[0][slot],
+                                 largest[1][slot], largest[2][slot], largest[3][slot]);
+    slots.add(slot, grad[i], before, param[i]);
+  }
+  measured = slots;
+  if constexpr (kCoded) {
+    for (int s = 0; s < kMaxStates; ++s) {
+      prepared.largest[s] = *std::max_element(largest[s], largest[s] + kStatisticsSlots);
+    }
+  }
 }
 
 // Writes a tile's gradients after the rule has read them, while they are in the cache. `grad` is load_tile()'s result.
@@ -86,8 +130,9 @@ inline bool is_all_bfloat16(const ParamJob& param, int num_states) {
 
 // Updates a parameter whose values, gradient and states are all bfloat16, in whole groups from `begin` on. Returns the
 // first element that it left out, fewer than kBFloat16Group before `end`.
-template <class Rule>
-int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
+template <class Rule, bool kMeasures>
+int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& param, int64_t begin, int64_t end,
+                        StatisticsSlots<float>* measured) {
   const auto halves = [](const TypedArray& array) { return static_cast<uint16_t*>(array.data); };
   const float factor = static_cast<float>(job.grad_scaling.factor);
   int64_t i = begin;
@@ -97,17 +142,29 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
     load_bfloat16(halves(param.grad) + i, grad, kBFloat16Group);
     for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kBFloat16Group);
     LargestPrepared prepared;
-    update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], state[3], kBFloat16Group,
-                             prepared);
+    alignas(64) float before[kBFloat16Group], stored[kBFloat16Group];
+    if constexpr (kMeasures) {
+      std::copy_n(values, kBFloat16Group, before);
+      update_and_measure<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], state[3],
+                                      kBFloat16Group, prepared, *measured);
+    } else {
+      update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], state[3], kBFloat16Group,
+                               prepared);
+    }
     leave_grad(job.grad_scaling, param.grad, i, kBFloat16Group, grad);
     store_bfloat16(values, halves(param.param) + i, kBFloat16Group);
+    if constexpr (kMeasures) {
+      load_bfloat16(halves(param.param) + i, stored, kBFloat16Group);
+      compare(before, values, stored, kBFloat16Group, *measured);
+    }
     for (int s = 0; s < Rule::kNumStates; ++s) store_bfloat16(state[s], halves(param.state[s]) + i, kBFloat16Group);
   }
   return i;
 }
 
-// Updates elements [begin, end) of a parameter. kCoded: its states have 8 bits.
-template <template <class> class RuleOf, class T, bool kCoded>
+// Updates elements [begin, end) of a parameter. kCoded: its states have 8 bits. kMeasures: they are a part whose
+// statistics the step measures.
+template <template <class> class RuleOf, class T, bool kCoded, bool kMeasures>
 void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int64_t end) {
   using Rule = RuleOf<T>;
   const Rule rule = rule_from<Rule>(job.rules[param.rule].template as<typename Rule::Args>());
@@ -118,8 +175,14 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
   alignas(64) T scratch[2 + kMaxStates][kTile];
   const T factor = T(job.grad_scaling.factor);
+  StatisticsSlots<T> measured;
+  const int64_t chunk = param.first_chunk + begin / formats::kChunk;
+  const bool compares = kMeasures && may_lose<T>(param.param.format);
+  alignas(64) T before[kTile];
   if constexpr (kHasBFloat16Vectors && std::is_same_v<T, float> && !kCoded) {
-    if (is_all_bfloat16(param, Rule::kNumStates)) begin = update_bfloat16(rule, job, param, begin, end);
+    if (is_all_bfloat16(param, Rule::kNumStates)) {
+      begin = update_bfloat16<Rule, kMeasures>(rule, job, param, begin, end, &measured);
+    }
   }
   for (int64_t i = begin; i < end; i += tile) {
     const int64_t count = end - i < tile ? end - i : tile;
@@ -130,9 +193,19 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
       state[s] = load_state(param.state[s], param.rows, param.columns, i, count, scratch[2 + s]);
     }
     LargestPrepared prepared;
-    update_tile<Rule, kCoded>(rule, factor, values, grad, state[0], state[1], state[2], state[3], count, prepared);
+    if constexpr (kMeasures) {
+      if (compares) std::copy_n(values, count, before);
+      update_and_measure<Rule, kCoded>(rule, factor, values, grad, state[0], state[1], state[2], state[3], count,
+                                       prepared, measured);
+    } else {
+      update_tile<Rule, kCoded>(rule, factor, values, grad, state[0], state[1], state[2], state[3], count, prepared);
+    }
     leave_grad(job.grad_scaling, param.grad, i, count, grad);
     store_tile(param.param, i, count, values, param.key);
+    if (compares) {
+      alignas(64) T stored[kTile];
+      compare(before, values, load_tile(param.param, i, count, stored), count, measured);
+    }
     for (int s = 0; s < Rule::kNumStates; ++s) {
       if constexpr (kCoded) {
         store_prepared(param.state[s], i, count, state[s], prepared.largest[s]);
@@ -140,6 +213,10 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
         store_tile(param.state[s], i, count, state[s]);
       }
     }
+  }
+  // Muon's first pass reads the gradient, and its second one steps the parameter.
+  if constexpr (kMeasures) {
+    write(measured, job.statistics[chunk], job.kind != RuleKind::kMuonStep, job.kind != RuleKind::kMuonMomentum);
   }
 }
 
@@ -155,7 +232,7 @@ inline void prefetch_small(const ParamJob& param, int num_states) {
   for (int s = 0; s < num_states; ++s) prefetch(param.state[s]);
 }
 
-template <template <class> class RuleOf>
+template <template <class> class RuleOf, bool kMeasures>
 void loop_cpu(const StepJob& job, int64_t begin, int64_t end) {
   for (int32_t index = find_param(job, begin); index < job.num_params; ++index) {
     const ParamJob& param = job.params[index];
@@ -164,11 +241,11 @@ void loop_cpu(const StepJob& job, int64_t begin, int64_t end) {
     const int64_t from = begin > param.begin ? begin - param.begin : 0;
     const int64_t to = end - param.begin < param.numel ? end - param.begin : param.numel;
     if (job.in_double) {
-      update_range<RuleOf, double, false>(job, param, from, to);
+      update_range<RuleOf, double, false, kMeasures>(job, param, from, to);
     } else if (RuleOf<float>::kNumStates > 0 && has_blocks(param.state[0].format)) {
-      update_range<RuleOf, float, true>(job, param, from, to);
+      update_range<RuleOf, float, true, kMeasures>(job, param, from, to);
     } else {
-      update_range<RuleOf, float, false>(job, param, from, to);
+      update_range<RuleOf, float, false, kMeasures>(job, param, from, to);
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -18,6 +19,7 @@
 #include "base/hash.h"
 #include "base/parallel.h"
 #include "ddp/transport/torch/torch_group.h"
+#include "formats/total.h"
 #include "grad/norm.h"
 #include "optim/adafactor.h"
 #include "optim/grad_scaling.h"
@@ -45,8 +47,35 @@ std::vector<Batch*> batches_by_parameter(StepReader& read) {
   return batches;
 }
 
+// Statistics of a parameter, an index into StepReader::written.
+using Measured = std::pair<uint32_t, ChunkStatistics>;
+
+// Adds up the chunks of a batch, parameter by parameter.
+void add_up(const Batch& batch, const std::vector<ChunkStatistics>& chunks, std::vector<Measured>& to) {
+  for (size_t i = 0; i < batch.params.size(); ++i) {
+    const ParamJob& param = batch.params[i];
+    formats::SumOfChunks grad, update, values;
+    ChunkStatistics sums;
+    for (int64_t c = param.first_chunk; c < param.first_chunk + formats::num_chunks(param.numel); ++c) {
+      grad.add(chunks[c].grad);
+      update.add(chunks[c].update);
+      values.add(chunks[c].param);
+      sums.largest = std::max(sums.largest, chunks[c].largest);
+      sums.not_finite += chunks[c].not_finite;
+      sums.changed += chunks[c].changed;
+      sums.lost += chunks[c].lost;
+    }
+    sums.grad = grad.get();
+    sums.update = update.get();
+    sums.param = values.get();
+    to.emplace_back(batch.written_of[i], sums);
+  }
+}
+
 // Executes a step that was read and checked: counters, versions, launches. Needs no GIL. See StepJob for `on_device`.
-void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device) {
+// `measured` receives statistics of the parameters unless it is null.
+void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device,
+         std::vector<Measured>* measured) {
   const bool writes_grads = on_device != nullptr || grad_scaling.after != GradAfter::kKeep;
   constexpr int64_t kGrain = 512;  // parameters per thread at least
   parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
@@ -86,6 +115,9 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
     job.rules = read.rules.data();
     job.num_rules = static_cast<int32_t>(read.rules.size());
     job.total = batch.total;
+    const bool measures = measured != nullptr && batch.device.is_cpu();
+    std::vector<ChunkStatistics> chunks(measures ? batch.num_chunks : 0);
+    if (measures) job.statistics = chunks.data();
     if (batch.device.is_cuda()) {
       run_on_device(batch, job);
     } else if (job.kind == RuleKind::kAdafactor) {
@@ -98,6 +130,7 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
     } else {
       run_step_cpu(job, 0, job.total);
     }
+    if (measures) add_up(batch, chunks, *measured);
     for (const Copy& copy : batch.copies) {
       if (copy.original.defined()) copy.original.detach().copy_(copy.copy);
     }
@@ -125,6 +158,7 @@ struct StepOptions {
   std::optional<at::Tensor> overflow;  // receives 1 if a gradient is not finite, else 0
   // float64 with one element: takes the place of the sum over this step's gradients, where ranks share them.
   std::optional<at::Tensor> sum_of_squares = std::nullopt;
+  bool statistics = false;  // measures each parameter
   std::optional<MuonRanks> matrix_ranks = std::nullopt;
 
   bool measures() const { return max_grad_norm || check_finite; }
@@ -169,6 +203,8 @@ class StepResult {
   bool measures = false;
   GradScaling grad_scaling;
   at::Tensor on_device;  // the grad scaling as bytes, if only the device knows it
+  std::vector<Measured> measured;
+  py::list statistics;  // tuples whose elements ParameterStatistics of optim/statistics.py describes
 
   // Both functions wait for the device.
   std::optional<double> grad_norm() const { return measures ? std::optional(get().norm) : std::nullopt; }
@@ -236,15 +272,16 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
   for (Batch& batch : reader.batches) {
     if (batch.total > 0 && batch.device.is_cuda()) place_on_device(batch);
   }
+  std::vector<Measured>* const measured = options.statistics ? &result.measured : nullptr;
   if (!on_device.empty()) {
     StepOptions placed = options;
     placed.move_to(on_device.front()->device);
     result.on_device = compute_grad_scaling_on_device(on_device, asked, placed.scalars(), placed.sum_of_squares);
-    run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()));
+    run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()), measured);
     return;
   }
   if (!result.grad_scaling.skips) {
-    run(reader, result.grad_scaling, nullptr);
+    run(reader, result.grad_scaling, nullptr, measured);
   } else if (asked.zeroes) {  // The next backward must not add to gradients that are not finite.
     for (const Written& written : reader.written) {
       at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();
@@ -293,6 +330,13 @@ StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vec
   std::optional<py::gil_scoped_release> no_gil;
   if (!keeps_gil) no_gil.emplace();
   run(reader, options, on_device, result);
+  no_gil.reset();
+  const double scale = options.asked().grad_scale;
+  for (const auto& [written, sums] : result.measured) {
+    result.statistics.append(py::make_tuple(py::handle(reader.param_of(written)), std::sqrt(sums.grad) / scale,
+                                            std::sqrt(sums.update), std::sqrt(sums.param), sums.largest / scale,
+                                            sums.not_finite, sums.changed, sums.lost));
+  }
   return result;
 }
 
@@ -317,19 +361,22 @@ void register_optim(py::module_& m) {
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](StepOptions::Scalar grad_scale, StepOptions::Scalar found_inf,
                        std::optional<double> max_grad_norm, bool check_finite, bool zero_grads,
-                       std::optional<at::Tensor> overflow) {
-             return StepOptions{grad_scale, found_inf, max_grad_norm, check_finite, zero_grads, overflow};
+                       std::optional<at::Tensor> overflow, bool statistics) {
+             return StepOptions{grad_scale, found_inf, max_grad_norm, check_finite,
+                                zero_grads, overflow,  std::nullopt,  statistics};
            }),
            py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("found_inf") = 0.0,
            py::arg("max_grad_norm") = std::nullopt, py::arg("check_finite") = false, py::arg("zero_grads") = false,
-           py::arg("overflow") = std::nullopt)
+           py::arg("overflow") = std::nullopt, py::arg("statistics") = false)
       .def_property_readonly("measures", &StepOptions::measures)
+      .def_readonly("statistics", &StepOptions::statistics)
       .def_readonly("zero_grads", &StepOptions::zero_grads)
       .def_readwrite("sum_of_squares", &StepOptions::sum_of_squares)
       .def_readwrite("matrix_ranks", &StepOptions::matrix_ranks);
   py::class_<StepResult>(m, "StepResult")
       .def_readonly("missing", &StepResult::missing)
       .def_readonly("has_wrappers", &StepResult::has_wrappers)
+      .def_readwrite("statistics", &StepResult::statistics)
       .def_property_readonly("is_on_device", [](const StepResult& result) { return result.on_device.defined(); })
       .def_property_readonly("grad_norm", &StepResult::grad_norm)
       .def_property_readonly("skipped", &StepResult::skipped);

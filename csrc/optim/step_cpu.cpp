@@ -8,7 +8,7 @@ void step_cpu(const StepJob& job, int64_t begin, int64_t end) {
   switch (job.kind) {
 #define DT_CASE(Rule, ...) \
   case RuleKind::k##Rule:  \
-    return loop_cpu<Rule>(job, begin, end);
+    return job.statistics == nullptr ? loop_cpu<Rule, false>(job, begin, end) : loop_cpu<Rule, true>(job, begin, end);
     DT_OPTIM_RULES(DT_CASE)
     DT_TRUST_RATIO_RULES(DT_CASE)
 #undef DT_CASE

@@ -74,6 +74,9 @@ class StepReader {
   // Takes references to all that was read, for a step during which Python code may run.
   void own() const;
 
+  // Returns the Python object of an element of `written`, borrowed.
+  PyObject* param_of(uint32_t written) const { return entries_[entry_of_[written]].param; }
+
   // Forgets pointers and references. Python code may run.
   void end();
 

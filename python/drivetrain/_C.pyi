@@ -94,7 +94,10 @@ class StepOptions:
         check_finite: bool = ...,
         zero_grads: bool = ...,
         overflow: Tensor | None = ...,
+        statistics: bool = ...,
     ) -> None: ...
+    @property
+    def statistics(self) -> bool: ...
     @property
     def measures(self) -> bool: ...
     @property
@@ -108,6 +111,7 @@ class MatrixRanks:
     ) -> None: ...
 
 class StepResult:
+    statistics: list[tuple[Tensor, float, float, float, float, int, int, int]]
     @property
     def missing(self) -> list[tuple[Tensor, int, str]]: ...
     @property

@@ -14,6 +14,7 @@ from .kept import NAME, Kept, check_max_grad_norm, extra, kept_of, option, stand
 from .left_to_torch import end_constructor
 from .report import Report, report_of
 from .sharded import pieces
+from .statistics import Statistics, begin
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -263,6 +264,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         with pieces.in_place(self, with_gradients=True):
             return report_of(Engine(self))
+
+    def statistics(self, every: int = 10, model: nn.Module | None = None) -> Statistics:
+        """Measures gradients, updates and rounding of each parameter in every so many steps, from the next one on.
+
+        The step measures values while it updates them, without another pass over memory. Parameters and states keep the
+        bits of a step without it. With step_in_backward() a backward measures whose following step() is due. A skipped
+        step does not count. Each rank measures its own part of DTensors and of parameters under shard=. Sparse
+        gradients are not measured. Neither state_dict() nor copies of the optimizer contain it.
+
+        Args:
+            every: Steps from one that measures to the next. 1 measures all.
+            model: Names the parameters. None takes the names that the optimizer was given, else positions. A
+                DistributedDataParallel of drivetrain also measures the gradient noise scale; every rank must call this.
+
+        Returns:
+            An object with `latest` and `remove()`, which also ends as a context manager.
+
+        Raises:
+            ValueError: every is no number of steps.
+            RuntimeError: statistics() is active already.
+            NotImplementedError: A parameter is not on the CPU, or torch's class steps the parameters.
+        """
+        return begin(Engine(self), every, model)
 
     @option
     def max_grad_norm(self) -> float | None:

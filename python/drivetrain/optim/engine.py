@@ -102,6 +102,7 @@ class Engine:
             check_finite=overflow_flag is not None,
             zero_grads=self.kept.zero_grads_in_step,
             overflow=overflow_flag if overflow_flag is not None and overflow_flag.is_cuda else None,
+            statistics=self.kept.statistics is not None and self.kept.statistics.is_due,
         )
         group = dist.group.WORLD if self.kept.is_over_world else self.kept.process_group
         if group is not None and group.size() > 1:

@@ -212,7 +212,12 @@ class StepInBackward:
         reader = self._readers.setdefault(id(params[0]), _C.StepReader())
         states_before = len(self._optimizer.state)
         engine = Engine(self._optimizer)
-        step_groups(engine, groups, reader, _C.StepOptions(grad_scale=grad_scale))
+        measured = engine.kept.statistics
+        options = _C.StepOptions(grad_scale=grad_scale, statistics=measured is not None and measured.is_due)
+        result = step_groups(engine, groups, reader, options)
+        if measured is not None and result.statistics:
+            clip = float(grad_scale) / self.divisor
+            measured.take([self._names[param] for param in params], params, result.statistics, clip)
         for param in params:
             param.grad = None
         del grads

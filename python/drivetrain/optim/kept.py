@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .. import _C
     from .in_backward import StepInBackward
     from .sharded.step import Shards
+    from .statistics import Statistics
 
 NAME = "_drivetrain"  # of the attribute
 WHY_NOT_CLIPPED = (
@@ -79,6 +80,7 @@ class Kept:
         self.our_scaler_steps = False  # drivetrain.amp.GradScaler leaves the unscaling to the step
         self.overflow_flag: Tensor | None = None  # drivetrain.amp.GradScaler reads the next step's overflow from it
         self.in_backward: StepInBackward | None = None  # the result of step_in_backward(), until it is removed
+        self.statistics: Statistics | None = None  # the result of statistics(), until it is removed
         self.counts = Counts()
         self.result: _C.StepResult | None = None  # of the last step
 

@@ -29,7 +29,8 @@ def _asks_for_more(engine: Engine) -> bool:
     """Returns whether the caller has asked for something that torch's class lacks."""
     kept, groups = engine.kept, getattr(engine.optimizer, "param_groups", [])
     is_own = kept.max_grad_norm is not None or kept.zero_grads_in_step or kept.in_backward is not None
-    is_own = is_own or kept.fallback is not None or bool(kept.formats) or kept.shares_matrices
+    is_own = is_own or kept.fallback is not None or bool(kept.formats)
+    is_own = is_own or kept.shares_matrices or kept.statistics is not None
     return is_own or any(engine.formats_of(group) or engine.rule.is_own(group) for group in groups)
 
 
@@ -107,8 +108,8 @@ def step_as_torch(engine: Engine, overflow_flag: Tensor | None) -> None:
         )
     if _asks_for_more(engine):
         raise NotImplementedError(
-            f"{engine.class_name} takes torch's steps, which have no max_grad_norm, zero_grads_in_step or storage "
-            "formats: set these when you construct it, or leave them out."
+            f"{engine.class_name} takes torch's steps, which have no max_grad_norm, zero_grads_in_step, statistics() "
+            "or storage formats: set these when you construct it, or leave them out."
         )
     if overflow_flag is not None:  # A GradScaler has left the search for overflows to this step.
         grads = [param.grad for param in engine.params() if param.grad is not None]

@@ -13,6 +13,7 @@ from . import left_to_torch, native_step, precision
 from .engine import Engine
 from .sharded import pieces
 from .sharded.step import sum_of_whole_squares
+from .statistics import check_devices
 
 # The native step, and the checks of groups before it, raise these for what they cannot do.
 _REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -52,15 +53,23 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
     if kept.reader is None:  # Copied and unpickled optimizers have no reader.
         kept.reader = _C.StepReader()
     options = engine.step_options(overflow_flag)
+    names: list[str] = []
+    if kept.statistics is not None and options.statistics:
+        check_devices(engine)
+        names = kept.statistics.names_of(engine.param_groups)
     if options.measures and pieces.have_whole_norms(engine.params()):
         options.sum_of_squares = sum_of_whole_squares(engine.rule, engine.param_groups)
     with pieces.in_place(engine.optimizer, with_gradients=True) as swapped:
         result = native_step.step_all(engine, kept.reader, options)
+        if kept.statistics is not None and result.statistics:
+            kept.statistics.take(names, engine.params(), result.statistics)
     if swapped is not None:
         if kept.zero_grads_in_step:
             swapped.zero_gradients()
         swapped.gather()
     kept.result = result
+    if kept.statistics is not None and (result.is_on_device or not result.skipped):
+        kept.statistics.end_step()
     seconds = time.perf_counter() - begin
     if result.is_on_device:  # Reading the result would wait for the device.
         kept.counts.add(None, None, False, seconds)

@@ -103,6 +103,8 @@ class Shards:
             if options.measures and options.sum_of_squares is None:
                 options.sum_of_squares = sum_of_squares(param for group in groups for param in group["params"])
             ranks_of_wholes, result = options.matrix_ranks, None
+            of_plain = {id(part.plain): part.param for part in parts.values()}
+            measured: list[Any] = []
             # One run leaves everything as it was if ranks have other matrices.
             is_one_run = len(ranks_of_rows) == 1 and not has_whole_matrices
             runs: list[set[Any]] = [{None, *ranks_of_rows}] if is_one_run else [*({r} for r in ranks_of_rows), {None}]
@@ -115,6 +117,7 @@ class Shards:
                 of_run, has_new_states = run(local_groups, local_state, options)
                 if of_run.has_wrappers:
                     _refuse_wrappers(local_groups)
+                measured += [(of_plain.get(id(one[0]), one[0]), *one[1:]) for one in of_run.statistics]
                 if has_new_states:
                     _write_back(state, local_state, parts, groups)
                 if result is None or any(local_group["params"] for local_group in local_groups):
@@ -123,8 +126,10 @@ class Shards:
             options.matrix_ranks = None
             for group, place, param in gathered:
                 of_whole = _step_whole(group, place, param, state, options, run)
+                measured += [(param, *one[1:]) for one in of_whole.statistics]
                 if not any(stand_ins):
                     result = of_whole
+            result.statistics = measured
             if result.is_on_device or not result.skipped:
                 params = (param for group in groups for param in group["params"])
                 torch.autograd.graph.increment_version([p for p in params if is_dtensor(p) and p.grad is not None])

@@ -21,6 +21,7 @@ from .. import _C
 from ..ddp import nccl_ras
 from ..ddp.control_block import ControlBlock, connection_to_store, host_name
 from ..memory import host_memory
+from ..optim.statistics import StepStatistics
 from ..phases import LABELS
 from ..threads import Thread, settle_on_device
 from .advice import Setup, advise
@@ -96,7 +97,8 @@ class Collector:
         self.advice: dict[str, str] = {}
         self.straggler: Straggler | None = None
         self.hang: Hang | None = None
-        self.logged: deque[tuple[int, dict[str, float | torch.Tensor]]] = deque()  # values of the script, by step
+        # Values of the script, and what optimizers have measured, by step.
+        self.logged: deque[tuple[int, dict[str, float | torch.Tensor] | StepStatistics]] = deque()
         self.num_steps = 0
         self.attributed_ns = 0  # of all steps with complete accounts
         self.total_ns = 0  # of all steps
@@ -178,9 +180,12 @@ class Collector:
         self._stream.send(sent)
 
     def _send_logged(self) -> None:
-        """Sends what the script has logged. Reading a value of a GPU waits for it, here and not in the training."""
+        """Sends what was logged or measured. Reading a value of a GPU waits for it, here and not in the training."""
         while self.logged:
             step, values = self.logged.popleft()
+            if isinstance(values, StepStatistics):
+                self._stream.send(event("statistics", self._rank, step, **values.fields()))
+                continue
             numbers = {name: float(value) for name, value in values.items()}
             finite = {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
             self._stream.send(event("metrics", self._rank, step, values=finite))

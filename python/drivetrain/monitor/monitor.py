@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
+from ..optim.statistics import StepStatistics, latest_statistics
 from ..phases import span
 from .advice import Setup
 from .collector import OUTSIDE, Collector
@@ -120,6 +121,7 @@ class Monitor:
         self._has_stepped = False
         self._has_loader = False
         self._samples: dict[int, int] = {}  # by step, until the collector takes them
+        self._measured: dict[int, StepStatistics] = {}  # the last statistics that were sent, by the id of the optimizer
         self._place = (0, 0)
         self._counting: FlopCount | None = None
         self._is_counting = False
@@ -346,6 +348,10 @@ class Monitor:
                 self._follow(device)
                 self._collector.device = device
         self._has_stepped = True
+        latest = latest_statistics(optimizer)
+        if latest is not None and latest is not self._measured.get(id(optimizer)):
+            self._measured[id(optimizer)] = latest
+            self._entered().logged.append((self._num_steps + 1, latest))
         if not self._has_loader:
             self._end_step()
 

@@ -138,6 +138,8 @@ class _Metrics:
         }
         self._system = gauge("system", "Use of the host and the device", ("resource",))
         self._logged = gauge("metric", "Values that the script has logged", ("name",))
+        self._statistic = gauge("parameter", "Figures of a parameter from its step", ("parameter", "quantity"))
+        self._noise_scale = gauge("gradient_noise_scale", "Gradient noise scale in batches of one rank")
         self._excess = gauge("straggler_excess_ratio", "Excess of a straggler's step over the others'", ("phase",))
         self._dropped = gauge("dropped_events", "Events that a sink has not taken", ("sink",))
 
@@ -156,6 +158,12 @@ class _Metrics:
         elif event["type"] == "metrics":
             for name, value in event["values"].items():
                 self._logged.labels(rank, name).set(float(value))
+        elif event["type"] == "statistics":
+            for parameter, figures in event["parameters"].items():
+                for quantity, value in figures.items():
+                    self._statistic.labels(rank, parameter, quantity).set(float(value))
+            if event["noise"] is not None:
+                self._noise_scale.labels(rank).set(float(event["noise"]["scale"]))
         elif event["type"] == "system":
             for name, value in event["values"].items():
                 self._system.labels(rank, name).set(value)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 CASES = {
     "one rank": (1, ("one_rank",)),
     "steps": (2, ("bits", "scatters", "default_buckets", "formats", "sums", "muon", "moves_between_steps")),
-    "shared matrices": (2, ("shared_matrices", "shared_rows")),
+    "matrices": (2, ("shared_matrices", "shared_rows")),
     "gradients": (2, ("accumulation", "kept_gradients", "penalty", "main_grads_and_states", "main_grads")),
     "scalers": (2, ("scalers",)),
     "windows": (

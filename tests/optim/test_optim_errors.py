@@ -564,7 +564,7 @@ def test_constructor_is_explicit(name: str) -> None:
     ]
     if hasattr(torch.optim, name):
         torchs = inspect.signature(getattr(torch.optim, name)).parameters
-        assert [*ours][:-6] == [*torchs, *(["fallback"] if name == "Muon" else [])]
+        assert [*ours][:-6] == [*torchs, *(["fallback", "process_group"] if name == "Muon" else [])]
         for argument, parameter in torchs.items():
             assert (ours[argument].default, ours[argument].kind) == (parameter.default, parameter.kind), argument
     arguments = re.search(r"\nArgs:\n(.*?)\n\nRaises:\n", inspect.cleandoc(getattr(optim, name).__doc__), re.DOTALL)

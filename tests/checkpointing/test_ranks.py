@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.checkpointing import CheckpointError, Coordinator, Save, Store
+from drivetrain.checkpointing.store import commit, directory
 from drivetrain.processes import this_process
 from ranks import RankPool
 
@@ -129,6 +130,37 @@ def test_every_store_of_torch_coordinates(kind: str, tmp_path: Path) -> None:
         assert latest is not None
         assert latest.state(1) == generation
         assert latest.load(["w0", "w1"])["w1"].tolist() == [2.0] * 5
+
+
+def test_a_rank_that_stops_waiting_keeps_the_files_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees that a third rank has died, while rank 0 has all parts and completes the checkpoint."""
+    ranks = _opened(_stores("hash", tmp_path), [tmp_path / "runs"] * 2)
+    has_failed, publish, writer = threading.Event(), directory.publish, ranks[1]._writer
+    ask = writer.coordinator.ask
+
+    def publish_late(*folders: Path) -> None:
+        assert has_failed.wait(LIMIT_S)
+        publish(*folders)
+
+    def stop_at_the_end(key: str, *rest: Any) -> Any:
+        if key.endswith("/end"):
+            raise CheckpointError("the process of rank 2 has ended")
+        return ask(key, *rest)
+
+    monkeypatch.setattr(directory, "publish", publish_late)
+    monkeypatch.setattr(commit, "_READ_S", 0.1)
+    monkeypatch.setattr(writer.coordinator, "ask", stop_at_the_end)
+    saves = [rank.save(1, {f"w{i}": torch.ones(3)}, None) for i, rank in enumerate(ranks)]
+    assert "the process of rank 2 has ended" in _outcome(saves[1])
+    has_failed.set()
+    assert _outcome(saves[0]) == "saved"
+    for rank in ranks:
+        rank.close()
+    latest = ranks[0].latest()
+    assert latest is not None
+    assert latest.verify() == []
 
 
 class _Mute:

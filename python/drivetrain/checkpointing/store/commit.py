@@ -116,17 +116,18 @@ class Writer:
 
     def _follow(self, index: int, save: Save) -> Path:
         temporary: Path | None = None
-        key = f"{index}/part/{self.rank}"
+        key, is_told = f"{index}/part/{self.rank}", False
         try:
             begin = self._ask(f"{index}/begin", save.step, "rank 0 to begin the save")
             temporary = self.directory / begin["folder"]
             self._await_visible(temporary, f"rank 0 on host {begin['host']} made")
             part = self._write_part(save, temporary, begin["checkpoint"])
+            is_told = True  # From here on rank 0 may complete the checkpoint at any time, and needs the files.
             self.coordinator.tell(key, {"step": save.step, "host": socket.gethostname(), **vars(part)})
             key = ""
             end = self._ask(f"{index}/end", save.step, "rank 0 to complete the checkpoint")
         except BaseException as error:
-            if temporary is not None:
+            if temporary is not None and not is_told:
                 self._discard(temporary, save)
             if key:
                 self._tell_failure(key, save.step, error)

@@ -178,12 +178,10 @@ void allocate(MuonPlan& plan, const std::vector<DealtRound>& rounds, const Param
   if (hold_rows) plan.wholes = elements(at_home);
 }
 
-// Adds a matrix at home on this rank to the round.
-void add_mine(MuonRound& round, const ParamJob& whole, const MuonArgs& args, int64_t begin, const MuonRanks& ranks) {
+// Adds a matrix at home on this rank to the round. continues: it may share the iteration of the one before.
+void add_mine(MuonRound& round, const ParamJob& whole, const MuonArgs& args, int64_t begin, bool continues,
+              const MuonRanks& ranks) {
   const auto [rows, columns] = std::get<0>(key_of(whole, args));
-  const bool continues =
-      !round.mine.empty() && round.mine.back().rows == rows && round.mine.back().columns == columns &&
-      round.mine.back().is_transposed == whole.is_transposed && round.mine.back().args.iteration() == args.iteration();
   if (!continues) round.mine.push_back({0, rows, columns, whole.is_transposed, begin, args});
   ++round.mine.back().number;
   for (int rank = 0; ranks.hold_rows() && rank < ranks.size; ++rank) {
@@ -203,8 +201,11 @@ void add_round(MuonPlan& plan, const DealtRound& dealt, const ParamJob* params, 
   int64_t here = 0;
   for (int home = 0; home < ranks.size; ++home) {
     int64_t begin = 0;
+    int32_t before = -1;
     for (const int32_t i : dealt.homes[home]) {
-      if (home == ranks.rank) add_mine(round, wholes[i], args[i], begin, ranks);
+      const bool continues = before >= 0 && key_of(wholes[before], args[before]) == key_of(wholes[i], args[i]);
+      if (home == ranks.rank) add_mine(round, wholes[i], args[i], begin, continues, ranks);
+      before = i;
       ParamJob job = params[i];
       job.rule = static_cast<int32_t>(plan.order.size());
       job.rows = wholes[i].rows;                     // The step's size depends on the whole matrix's shape.

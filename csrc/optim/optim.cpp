@@ -36,7 +36,7 @@ namespace drivetrain::optim {
 namespace {
 
 // Returns the batches with parameters by their first ones. The reader keeps them in the order of earlier steps, which
-// the bits of a norm must not depend on.
+// neither the bits of a norm nor the order of Muon's exchanges may depend on.
 std::vector<Batch*> batches_by_parameter(StepReader& read) {
   std::vector<Batch*> batches;
   for (Batch& batch : read.batches) {
@@ -74,8 +74,8 @@ void add_up(const Batch& batch, const std::vector<ChunkStatistics>& chunks, std:
 
 // Executes a step that was read and checked: counters, versions, launches. Needs no GIL. See StepJob for `on_device`.
 // `measured` receives statistics of the parameters unless it is null.
-void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* on_device,
-         std::vector<Measured>* measured) {
+void run(StepReader& read, const std::vector<Batch*>& batches, const GradScaling& grad_scaling,
+         const GradScaling* on_device, std::vector<Measured>* measured) {
   const bool writes_grads = on_device != nullptr || grad_scaling.after != GradAfter::kKeep;
   constexpr int64_t kGrain = 512;  // parameters per thread at least
   parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
@@ -103,8 +103,8 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
       *static_cast<float*>(scalar.value) = static_cast<float>(value);
     }
   }
-  for (Batch* const found : batches_by_parameter(read)) {  // Muon's exchanges have one order on all ranks.
-    Batch& batch = *found;
+  for (Batch* const each : batches) {
+    Batch& batch = *each;
     StepJob job = {};
     job.kind = batch.rule->kind;
     job.in_double = batch.in_double;
@@ -138,9 +138,9 @@ void run(StepReader& read, const GradScaling& grad_scaling, const GradScaling* o
 }
 
 // Sums the squares of all gradients of the step.
-double sum_of_squares(StepReader& read) {
+double sum_of_squares(const std::vector<Batch*>& batches) {
   std::vector<grad::Gradient> gradients;
-  for (const Batch* batch : batches_by_parameter(read)) {
+  for (const Batch* batch : batches) {
     DT_INVARIANT(batch->device.is_cpu());
     for (const ParamJob& job : batch->params) gradients.push_back({job.grad, job.numel});
   }
@@ -221,12 +221,10 @@ class StepResult {
   }
 };
 
-// Returns the batches whose grad scaling is computed on their device; empty if the host computes it. Throws if the
-// options need gradients on one device and they are on several.
-std::vector<const Batch*> batches_scaled_on_device(StepReader& read, const StepOptions& options) {
-  if (!options.is_for_the_device()) return {};
-  const std::vector<Batch*> found = batches_by_parameter(read);
-  std::vector<const Batch*> batches(found.begin(), found.end());
+// Returns whether the batches' device computes the grad scaling, in place of the host. Throws if the options need
+// gradients on one device and they are on several.
+bool is_scaled_on_device(const std::vector<Batch*>& batches, const StepOptions& options) {
+  if (!options.is_for_the_device() || batches.empty()) return false;
   for (const Batch* batch : batches) {
     if (batch->device != batches.front()->device) {
       throw UnsupportedError(text("param_groups has gradients on ", batches.front()->device.str(), " and ",
@@ -235,15 +233,14 @@ std::vector<const Batch*> batches_scaled_on_device(StepReader& read, const StepO
                                   "gradients of an optimizer on one device. Construct one optimizer for each device."));
     }
   }
-  if (!batches.empty() && batches.front()->device.is_cpu()) batches.clear();
-  return batches;
+  return !batches.front()->device.is_cpu();
 }
 
 // Plans steps of matrices, in an order that all ranks share. Throws if ranks step others, before anything changes.
-void plan_matrices(StepReader& reader, const MuonRanks& of_step, bool skips) {
+void plan_matrices(StepReader& reader, const std::vector<Batch*>& batches, const MuonRanks& of_step, bool skips) {
   MuonTotals totals;
   totals.skips = skips;
-  for (Batch* const batch : batches_by_parameter(reader)) {
+  for (Batch* const batch : batches) {
     if (batch->rule->kind != RuleKind::kMuonMomentum || skips) continue;
     std::vector<MuonArgs> args;
     MuonRanks ranks = of_step;
@@ -260,28 +257,28 @@ void plan_matrices(StepReader& reader, const MuonRanks& of_step, bool skips) {
   check_totals(of_step, totals, reader.agreed_matrices);
 }
 
-void run(StepReader& reader, const StepOptions& options, const std::vector<const Batch*>& on_device,
+void run(StepReader& reader, const std::vector<Batch*>& batches, const StepOptions& options, bool is_on_device,
          StepResult& result) {
   const GradScalingOptions asked = options.asked();
   result.measures = asked.measures;
   const auto sum = [&] {
-    return options.sum_of_squares ? options.sum_of_squares->item<double>() : sum_of_squares(reader);
+    return options.sum_of_squares ? options.sum_of_squares->item<double>() : sum_of_squares(batches);
   };
-  if (on_device.empty()) result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum() : 0);
-  plan_matrices(reader, options.matrix_ranks.value_or(MuonRanks()), result.grad_scaling.skips);
-  for (Batch& batch : reader.batches) {
-    if (batch.total > 0 && batch.device.is_cuda()) place_on_device(batch);
+  if (!is_on_device) result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum() : 0);
+  plan_matrices(reader, batches, options.matrix_ranks.value_or(MuonRanks()), result.grad_scaling.skips);
+  for (Batch* const batch : batches) {
+    if (batch->device.is_cuda()) place_on_device(*batch);
   }
   std::vector<Measured>* const measured = options.statistics ? &result.measured : nullptr;
-  if (!on_device.empty()) {
+  if (is_on_device) {
     StepOptions placed = options;
-    placed.move_to(on_device.front()->device);
-    result.on_device = compute_grad_scaling_on_device(on_device, asked, placed.scalars(), placed.sum_of_squares);
-    run(reader, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()), measured);
+    placed.move_to(batches.front()->device);
+    result.on_device = compute_grad_scaling_on_device(batches, asked, placed.scalars(), placed.sum_of_squares);
+    run(reader, batches, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()), measured);
     return;
   }
   if (!result.grad_scaling.skips) {
-    run(reader, result.grad_scaling, nullptr, measured);
+    run(reader, batches, result.grad_scaling, nullptr, measured);
   } else if (asked.zeroes) {  // The next backward must not add to gradients that are not finite.
     for (const Written& written : reader.written) {
       at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();
@@ -290,12 +287,12 @@ void run(StepReader& reader, const StepOptions& options, const std::vector<const
 }
 
 // Returns whether the step ends before the interpreter, which switches threads every 5 ms, would have switched.
-bool is_short(const StepReader& read) {
+bool is_short(const std::vector<Batch*>& batches) {
   constexpr int64_t kElements = 1 << 22;
   int64_t total = 0;
-  for (const Batch& batch : read.batches) {
-    if (batch.rule->kind == RuleKind::kMuonMomentum && batch.total > 0) return false;  // Muon's products take long.
-    total += batch.total;
+  for (const Batch* batch : batches) {
+    if (batch->rule->kind == RuleKind::kMuonMomentum) return false;  // Muon's products take long.
+    total += batch->total;
   }
   return total < kElements;
 }
@@ -324,12 +321,13 @@ StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vec
   result.missing = reader.missing;
   result.has_wrappers = reader.has_wrappers;
   if (result.has_wrappers || !reader.missing.empty()) return result;
-  const std::vector<const Batch*> on_device = batches_scaled_on_device(reader, options);
-  const bool keeps_gil = is_short(reader);
+  const std::vector<Batch*> batches = batches_by_parameter(reader);
+  const bool is_on_device = is_scaled_on_device(batches, options);
+  const bool keeps_gil = is_short(batches);
   if (!keeps_gil) reader.own();
   std::optional<py::gil_scoped_release> no_gil;
   if (!keeps_gil) no_gil.emplace();
-  run(reader, options, on_device, result);
+  run(reader, batches, options, is_on_device, result);
   no_gil.reset();
   const double scale = options.asked().grad_scale;
   for (const auto& [written, sums] : result.measured) {

@@ -87,7 +87,7 @@ void place_on_device(Batch& batch) {
   batch.empty_starts.set_placed(is_kept);
 }
 
-at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batches, const GradScalingOptions& asked,
+at::Tensor compute_grad_scaling_on_device(const std::vector<Batch*>& batches, const GradScalingOptions& asked,
                                           const GradScalingScalars& scalars,
                                           const std::optional<at::Tensor>& sum_of_squares) {
   const c10::Device device = batches.front()->device;

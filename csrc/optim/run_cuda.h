@@ -17,7 +17,7 @@ void place_on_device(Batch& batch);
 
 // Computes the grad scaling of all batches, which share one device, there. Returns a GradScaling as bytes.
 // sum_of_squares: float64 with one element there, in place of the batches' own sum.
-at::Tensor compute_grad_scaling_on_device(const std::vector<const Batch*>& batches, const GradScalingOptions& asked,
+at::Tensor compute_grad_scaling_on_device(const std::vector<Batch*>& batches, const GradScalingOptions& asked,
                                           const GradScalingScalars& scalars,
                                           const std::optional<at::Tensor>& sum_of_squares);
 

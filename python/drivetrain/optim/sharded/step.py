@@ -81,6 +81,7 @@ class Shards:
         try:
             for index, group in enumerate(groups):
                 stand_ins.append([])
+                is_muon = self._rule.name_of(group) == "muon"
                 for place, param in enumerate(group["params"]):
                     stand_in, ranks, is_divided = param, None, False
                     if is_dtensor(param):
@@ -95,7 +96,7 @@ class Shards:
                         set_gradient(stand_in, param.grad)
                     if ranks is not None:
                         ranks_of_rows[ranks] = None
-                    has_whole_matrices |= not is_divided and self._rule.name_of(group) == "muon"
+                    has_whole_matrices |= is_muon and not is_divided
                     stand_ins[-1].append(_StandIn(place, stand_in, ranks, param.shape[0] if ranks else 0))
                     if param in state:
                         local_state[stand_in] = local_values(param, state[param])
@@ -103,7 +104,7 @@ class Shards:
             if options.measures and options.sum_of_squares is None:
                 options.sum_of_squares = sum_of_squares(param for group in groups for param in group["params"])
             ranks_of_wholes, result = options.matrix_ranks, None
-            of_plain = {id(part.plain): part.param for part in parts.values()}
+            of_plain = {id(part.plain): part.param for part in parts.values()} if options.statistics else {}
             measured: list[Any] = []
             # One run leaves everything as it was if ranks have other matrices.
             is_one_run = len(ranks_of_rows) == 1 and not has_whole_matrices

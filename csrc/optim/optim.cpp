@@ -35,8 +35,8 @@ namespace py = pybind11;
 namespace drivetrain::optim {
 namespace {
 
-// Returns the batches with parameters by their first ones. The reader keeps them in the order of earlier steps, which
-// neither the bits of a norm nor the order of Muon's exchanges may depend on.
+// Returns the batches with parameters by their first ones. The reader keeps them in the order of earlier steps. The
+// bits of a norm and the order of Muon's exchanges must not depend on it.
 std::vector<Batch*> batches_by_parameter(StepReader& read) {
   std::vector<Batch*> batches;
   for (Batch& batch : read.batches) {
@@ -323,7 +323,7 @@ StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vec
   if (result.has_wrappers || !reader.missing.empty()) return result;
   const std::vector<Batch*> batches = batches_by_parameter(reader);
   const bool is_on_device = is_scaled_on_device(batches, options);
-  const bool keeps_gil = is_short(batches);
+  const bool keeps_gil = is_short(batches) && !options.matrix_ranks;  // Ranks wait for each other.
   if (!keeps_gil) reader.own();
   std::optional<py::gil_scoped_release> no_gil;
   if (!keeps_gil) no_gil.emplace();

@@ -4,7 +4,10 @@ tests/ddp/shard_nccl_ranks.py runs a part of it on another default device, whose
 """
 
 import copy
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -225,6 +228,24 @@ def test_other_matrices_on_a_rank_raise_on_every_rank() -> None:
         _set_grads(params)
         optimizer.step()
         assert not any(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+@run_on(2)
+def test_a_rank_without_matrices_waits_without_the_gil() -> None:
+    """Rank 0 comes to the step once a thread of rank 1, which waits there, has run."""
+    params = parameters([(4, 6)])
+    optimizer = optim.Muon(params, process_group=dist.group.WORLD)
+    store: Any = dist.distributed_c10d._get_default_store()
+    thread = threading.Thread(target=lambda: (time.sleep(0.5), store.set("thread", "ran")))
+    if dist.get_rank() == 1:
+        thread.start()
+    else:
+        _set_grads(params)
+        store.wait(["thread"], timedelta(seconds=10))
+    with pytest.raises(ValueError, match="rank 1 steps 0 matrices"):
+        optimizer.step()
+    if dist.get_rank() == 1:
+        thread.join()
 
 
 @run_on(2)

@@ -6,7 +6,7 @@ tests/ddp/shard_nccl_ranks.py runs a part of it on another default device, whose
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -353,19 +353,36 @@ def test_heads_that_change_later_are_checked_before_the_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
 
 
+@pytest.fixture
+def installed() -> Iterator[None]:
+    drivetrain.install(optim=True)
+    yield
+    drivetrain.uninstall()
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("options", [{"num_heads": 4}, {"ns_coefficients": "polar_express"}])
 def test_torchs_class_takes_no_steps_with_options_that_it_lacks(options: dict[str, Any]) -> None:
-    drivetrain.install(optim=True)
-    try:
+    class Sub(torch.optim.Muon):
+        def _init_group(self, *args: Any) -> Any:
+            return super()._init_group(*args)
 
-        class Sub(torch.optim.Muon):
-            def _init_group(self, *args: Any) -> Any:
-                return super()._init_group(*args)
+    with pytest.raises(NotImplementedError, match="_init_group"):
+        Sub([{"params": parameters([(8, 6)]), **options}], max_grad_norm=1.0).step()  # type: ignore[call-arg]
 
-        with pytest.raises(NotImplementedError, match="_init_group"):
-            Sub([{"params": parameters([(8, 6)]), **options}]).step()
-    finally:
-        drivetrain.uninstall()
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("own", [{"num_heads": 4}, {"num_heads": "none"}, {"fallback": True}])
+def test_a_script_keeps_entries_of_its_own_in_groups(own: dict[str, Any]) -> None:
+    """Its hooks read them, and torch's class does not."""
+    results = []
+    for entries in ({}, own):
+        params = parameters([(8, 6)])
+        optimizer = torch.optim.Muon([{"params": params, **entries}])
+        train(params, optimizer)
+        assert all(optimizer.param_groups[0][name] == value for name, value in entries.items())
+        results.append(params[0].detach())
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("shape", [(40, 96), (96, 40), (64, 64)])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
@@ -79,6 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
         fallback: dict[str, Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
         kept = self.__dict__[NAME] = Kept()
@@ -90,8 +92,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Groups without such options keep torch's keys only.
         kept.formats = {name: value for name, value in asked.items() if value != precision.DEFAULTS[name]}
         is_asked = max_grad_norm is not None or zero_grads_in_step or bool(kept.formats)
+        is_asked |= fallback is not None or process_group is not None
         kept.has_options = is_asked or not stands_for_torchs(type(self))
         kept.fallback = fallback
+        kept.is_over_world = process_group is not None and process_group is dist.group.WORLD
+        kept.process_group = None if kept.is_over_world else process_group
         engine = Engine(self)
         step.refuse_options(engine, kwargs)
         if len(args) == 2 and isinstance(args[1], dict):  # a subclass calls the base of torch's class: super(SGD, self)

@@ -53,6 +53,17 @@ class Engine:
             return found
         return {} if stands_for_torchs(type(self.optimizer)) else found
 
+    def read(self, group: Group) -> Group:
+        """Returns the group as the rule reads it.
+
+        An object that stands for torch's class and got no option leaves out entries that torch's class lacks: they are
+        the script's own.
+        """
+        own = self.rule.own_entries
+        if self.kept.has_options or not own:
+            return group
+        return {name: value for name, value in group.items() if name not in own}
+
     def precision_of(self, group: Group) -> _C.Precision:
         """Converts the group's options for the native step."""
         return precision.of(self.formats_of(group))
@@ -60,7 +71,8 @@ class Engine:
     def asked_by(self, group: Group, index: int) -> tuple[str, _C.Precision, Numbers]:
         """Returns the group's rule, storage formats and numbers; the native code checks the numbers' ranges."""
         try:
-            return self.rule.name_of(group), self.precision_of(group), self.rule.hypers(group)
+            read = self.read(group)
+            return self.rule.name_of(read), self.precision_of(group), self.rule.hypers(read)
         except KeyError as missing:
             raise ValueError(f"param_groups[{index}] has no {missing}, which {self.class_name} needs") from missing
         except (TypeError, ValueError, RuntimeError) as error:

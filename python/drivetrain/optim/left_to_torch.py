@@ -31,7 +31,7 @@ def _asks_for_more(engine: Engine) -> bool:
     is_own = kept.max_grad_norm is not None or kept.zero_grads_in_step or kept.in_backward is not None
     is_own = is_own or kept.fallback is not None or bool(kept.formats)
     is_own = is_own or kept.shares_matrices or kept.statistics is not None
-    return is_own or any(engine.formats_of(group) or engine.rule.is_own(group) for group in groups)
+    return is_own or any(engine.formats_of(group) or engine.rule.is_own(engine.read(group)) for group in groups)
 
 
 def leave(engine: Engine, reason: str, stacklevel: int) -> None:

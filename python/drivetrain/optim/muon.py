@@ -71,6 +71,7 @@ def _numbers(group: Group) -> Numbers:
         _numbers,
         gathers=lambda group: not group.get("fallback"),
         also=lambda group: set(_FALLBACK) if group.get("fallback") else {"num_heads"},
+        own_entries=("num_heads", "fallback"),
         is_own=lambda group: "num_heads" in group or group.get("ns_coefficients") == POLAR_EXPRESS,
     )
 )
@@ -151,11 +152,9 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         super().__init__(
             *(params, lr, weight_decay, momentum, nesterov, cast(Any, ns_coefficients), eps, ns_steps, adjust_lr_fn),
             fallback=None if fallback is None else dict(fallback),
+            process_group=process_group,
             **options,
         )
-        kept = kept_of(self)
-        kept.is_over_world = process_group is not None and process_group is dist.group.WORLD
-        kept.process_group = None if kept.is_over_world else process_group
         for group in others:
             self.add_param_group(group)
         if others:
@@ -166,18 +165,18 @@ class Muon(FusedOptimizer, torch.optim.Muon):
 
         With `fallback` it may add two groups: the matrices, and the other parameters for AdamW.
         """
-        fallback, count = kept_of(self).fallback, len(getattr(self, "param_groups", []))
+        fallback, count, read = kept_of(self).fallback, len(getattr(self, "param_groups", [])), Engine(self).read
         parts: Iterable[Any] = [param_group]
         if fallback is not None and isinstance(param_group, dict) and "params" in param_group:
             parts = (part for part in _split(param_group, fallback) if part is not None)
         try:
             for part in parts:
-                if isinstance(part, dict) and not part.get("fallback"):
-                    _check(self.defaults | part)
+                if isinstance(part, dict) and not read(part).get("fallback"):
+                    _check(read(self.defaults | part))
                 elif isinstance(part, dict) and fallback is None:
                     raise ValueError("a group has fallback=True, but Muon got no fallback: pass AdamW's options, or {}")
                 super().add_param_group(part)
-                _check_matrices(self.param_groups[-1], len(self.param_groups) - 1)
+                _check_matrices(read(self.param_groups[-1]), len(self.param_groups) - 1)
         except BaseException:
             del self.param_groups[count:]
             raise

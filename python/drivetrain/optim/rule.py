@@ -32,6 +32,7 @@ class Rule:
             torch's class takes no such gradients.
         scalar_dtype: The dtype of the rule's scalars; None takes the step counter's.
         also: Returns names of options that a group has besides the defaults.
+        own_entries: Names of entries of groups that torch's class lacks. There the script's own entries may have them.
         is_own: Returns whether a group asks for something that torch's class lacks, besides storage formats.
     """
 
@@ -44,6 +45,7 @@ class Rule:
     step_sparse: Callable[[Any, Group, list[Tensor]], None] | None = None
     scalar_dtype: torch.dtype | None = None
     also: Callable[[Group], set[str]] = lambda group: set()
+    own_entries: tuple[str, ...] = ()
     is_own: Callable[[Group], bool] = lambda group: False
 
     def name_of(self, group: Group) -> str:

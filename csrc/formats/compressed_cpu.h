@@ -15,8 +15,19 @@
 namespace drivetrain::formats {
 inline namespace DRIVETRAIN_ISA {
 
-// Each function below converts whole vectors of elements and returns how many of `count` these are. The caller converts
-// the others. Encoders take prepared finite values.
+inline void split_one(float value, uint16_t& half, int16_t& remainder) {
+  const Split parts = split(value);
+  half = parts.half;
+  remainder = parts.remainder;
+}
+inline void split_one(float value, uint16_t& half, int8_t& remainder) {
+  const Split8 parts = split8(value);
+  half = parts.half;
+  remainder = parts.remainder;
+}
+
+// Each function with a `count` converts whole vectors of elements and returns how many of `count` these are. The caller
+// converts the others. Encoders take prepared finite values.
 
 #if defined(__AVX512F__)
 // Returns roots of finite values in [0, 2^14) that round to the same integers as correctly rounded roots. It needs no
@@ -57,9 +68,8 @@ inline __m512i codes_of(const float* from, __m512 factor, SignedCode) {
 
 inline __m512i codes_of(const float* from, __m512 factor, SquaredCode) {
   const __m512 roots = _mm512_loadu_ps(from);
-  const __mmask16 is_positive = _mm512_cmp_ps_mask(roots, _mm512_setzero_ps(), _CMP_GT_OQ);
-  const __m512 least = _mm512_maskz_mov_ps(is_positive, _mm512_set1_ps(1));
-  return _mm512_cvtps_epi32(_mm512_max_ps(_mm512_mul_ps(roots, factor), least));
+  const __m512i least = _mm512_min_epi32(_mm512_castps_si512(roots), _mm512_set1_epi32(1));  // 1 for positive roots
+  return _mm512_max_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(roots, factor)), least);
 }
 
 inline __m512i codes_of(const float* from, __m512 factor, SignedFloat8) {
@@ -88,34 +98,61 @@ int64_t encode_vectors(const float* from, float factor, typename Kind::Code* to,
   return i;
 }
 
-inline int64_t join_vectors(const uint16_t* halves, const int16_t* remainders, float* to, int64_t count) {
-  constexpr int kWidth = 16;
+// Remainders are words here. The last byte is 0, or ignored, where they have 8 bits.
+inline __m512i load_remainders(const int16_t* from) { return _mm512_loadu_si512(from); }
+inline __m512i load_remainders(const int8_t* from) {
+  return _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 8);
+}
+inline void store_remainders(__m512i words, int16_t* to) { _mm512_storeu_si512(to, words); }
+inline void store_remainders(__m512i words, int8_t* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8)));
+}
+
+template <class Remainder>
+int64_t join_vectors(const uint16_t* halves, const Remainder* remainders, float* to, int64_t count) {
+  constexpr int kWidth = 32;
+  const __m512i in_order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // The unpacking takes quarters of its operands.
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const __m512i half = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + i)));
-    const __m512i remainder =
-        _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainders + i)));
-    const __mmask16 is_zero = _mm512_testn_epi32_mask(half, _mm512_set1_epi32(0x7fff));
-    const __mmask16 is_stale = _mm512_mask_cmplt_epi32_mask(is_zero, remainder, _mm512_setzero_si512());
-    const __m512i belonging = _mm512_maskz_mov_epi32(static_cast<__mmask16>(~is_stale), remainder);
-    _mm512_storeu_si512(to + i, _mm512_add_epi32(_mm512_slli_epi32(half, 16), belonging));
+    const __m512i half = _mm512_loadu_si512(halves + i), remainder = load_remainders(remainders + i);
+    const __mmask32 is_zero = _mm512_testn_epi16_mask(half, _mm512_set1_epi16(0x7fff));
+    const __m512i last = _mm512_mask_max_epi16(remainder, is_zero, remainder, _mm512_setzero_si512());  // none is stale
+    const __m512i first = _mm512_add_epi16(half, _mm512_srai_epi16(last, 15));
+    const __m512i firsts = _mm512_permutexvar_epi64(in_order, first), lasts = _mm512_permutexvar_epi64(in_order, last);
+    _mm512_storeu_si512(to + i, _mm512_unpacklo_epi16(lasts, firsts));
+    _mm512_storeu_si512(to + i + 16, _mm512_unpackhi_epi16(lasts, firsts));
   }
   return i;
 }
 
-inline int64_t split_vectors(const float* from, uint16_t* halves, int16_t* remainders, int64_t count) {
-  constexpr int kWidth = 16;
+// Rounds bits as split8() does, except for the last byte.
+inline __m512i bits_to_split(__m512 values, int8_t) {
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 8), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7f)));
+}
+inline __m512i bits_to_split(__m512 values, int16_t) { return _mm512_castps_si512(values); }
+
+template <class Remainder>
+int64_t split_vectors(const float* from, uint16_t* halves, Remainder* remainders, int64_t count) {
+  constexpr int kWidth = 32;
+  alignas(64) static constexpr uint16_t kEven[kWidth] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
+                                                         22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
+                                                         44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  const __m512i even = _mm512_load_si512(kEven), odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
+  const __m512i tie = _mm512_set1_epi32(0x8000);
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const __m512 values = _mm512_loadu_ps(from + i);
-    const __m512i bits = _mm512_castps_si512(values);
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
-    const __m512i half = _mm512_srli_epi32(_mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(kQuiet)), 16);
+    const __m512 first = _mm512_loadu_ps(from + i), second = _mm512_loadu_ps(from + i + 16);
+    if (_mm512_cmp_ps_mask(first, second, _CMP_UNORD_Q) != 0) [[unlikely]] {
+      for (int k = 0; k < kWidth; ++k) split_one(from[i + k], halves[i + k], remainders[i + k]);
+      continue;
+    }
+    const __m512i a = bits_to_split(first, Remainder()), b = bits_to_split(second, Remainder());
+    const __m512i rounded = _mm512_permutex2var_epi16(_mm512_add_epi32(a, tie), odd, _mm512_add_epi32(b, tie));
+    _mm512_storeu_si512(halves + i, rounded);
     // The remainder is the last half of the bits, because the first half has zeros there.
-    const __m256i remainder = _mm512_maskz_cvtepi32_epi16(static_cast<__mmask16>(~is_nan), bits);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves + i), _mm512_cvtepi32_epi16(half));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + i), remainder);
+    store_remainders(_mm512_permutex2var_epi16(a, even, b), remainders + i);
   }
   return i;
 }
@@ -148,13 +185,13 @@ inline __m256i codes_of(const float* from, __m256 factor, SignedCode) {
   const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN));
   const __m256 values = _mm256_loadu_ps(from);
   const __m256 root = root_of_code(_mm256_mul_ps(_mm256_andnot_ps(sign, values), factor));
-  return _mm256_cvtps_epi32(_mm256_or_ps(root, _mm256_and_ps(sign, values)));
+  return _mm256_sign_epi32(_mm256_cvtps_epi32(root), _mm256_castps_si256(values));  // negates for negative values
 }
 
 inline __m256i codes_of(const float* from, __m256 factor, SquaredCode) {
   const __m256 roots = _mm256_loadu_ps(from);
-  const __m256 is_positive = _mm256_cmp_ps(roots, _mm256_setzero_ps(), _CMP_GT_OQ);
-  return _mm256_cvtps_epi32(_mm256_max_ps(_mm256_mul_ps(roots, factor), _mm256_and_ps(is_positive, _mm256_set1_ps(1))));
+  const __m256i least = _mm256_min_epi32(_mm256_castps_si256(roots), _mm256_set1_epi32(1));  // 1 for positive roots
+  return _mm256_max_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(roots, factor)), least);
 }
 
 inline __m256i codes_of(const float* from, __m256 factor, SignedFloat8) {
@@ -188,45 +225,64 @@ int64_t encode_vectors(const float* from, float factor, typename Kind::Code* to,
   return i;
 }
 
-inline int64_t join_vectors(const uint16_t* halves, const int16_t* remainders, float* to, int64_t count) {
-  constexpr int kWidth = 8;
+// Remainders are words here. The last byte is 0, or ignored, where they have 8 bits.
+constexpr int kInOrder = 0b11011000;  // Packing and unpacking take halves of their operands.
+inline __m256i load_remainders(const int16_t* from) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+inline __m256i load_remainders(const int8_t* from) {
+  return _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 8);
+}
+inline void store_remainders(__m256i words, int16_t* to) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words); }
+inline void store_remainders(__m256i words, int8_t* to) {
+  const __m256i bytes = _mm256_srli_epi16(words, 8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm_packus_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
+
+template <class Remainder>
+int64_t join_vectors(const uint16_t* halves, const Remainder* remainders, float* to, int64_t count) {
+  constexpr int kWidth = 16;
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const __m256i half = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i)));
-    const __m256i remainder = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(remainders + i)));
-    const __m256i magnitude = _mm256_and_si256(half, _mm256_set1_epi32(0x7fff));
-    const __m256i is_zero = _mm256_cmpeq_epi32(magnitude, _mm256_setzero_si256());
-    const __m256i is_stale = _mm256_and_si256(is_zero, _mm256_srai_epi32(remainder, 31));
-    const __m256i bits = _mm256_add_epi32(_mm256_slli_epi32(half, 16), _mm256_andnot_si256(is_stale, remainder));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), bits);
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + i));
+    const __m256i remainder = load_remainders(remainders + i), is_negative = _mm256_srai_epi16(remainder, 15);
+    const __m256i is_zero = _mm256_cmpeq_epi16(_mm256_add_epi16(half, half), _mm256_setzero_si256());
+    const __m256i last = _mm256_andnot_si256(_mm256_and_si256(is_zero, is_negative), remainder);  // none is stale
+    const __m256i first = _mm256_add_epi16(half, _mm256_andnot_si256(is_zero, is_negative));
+    const __m256i firsts = _mm256_permute4x64_epi64(first, kInOrder), lasts = _mm256_permute4x64_epi64(last, kInOrder);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_unpacklo_epi16(lasts, firsts));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i + 8), _mm256_unpackhi_epi16(lasts, firsts));
   }
   return i;
 }
 
-inline int64_t split_vectors(const float* from, uint16_t* halves, int16_t* remainders, int64_t count) {
+// Rounds bits as split8() does, except for the last byte.
+inline __m256i bits_to_split(__m256 values, int8_t) {
+  const __m256i bits = _mm256_castps_si256(values);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 8), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7f)));
+}
+inline __m256i bits_to_split(__m256 values, int16_t) { return _mm256_castps_si256(values); }
+
+template <class Remainder>
+int64_t split_vectors(const float* from, uint16_t* halves, Remainder* remainders, int64_t count) {
   constexpr int kWidth = 16;
-  const auto half_words = [](__m256 values) {
-    const __m256i bits = _mm256_castps_si256(values);
-    const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
-    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(kQuiet));
-    const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
-    const __m256 kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), is_nan);
-    return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
-  };
-  // The remainder is the last half of the bits, because the first half has zeros there.
-  const auto remainder_words = [](__m256 values) {
-    const __m256 is_number = _mm256_cmp_ps(values, values, _CMP_ORD_Q);
-    const __m256i bits = _mm256_castps_si256(_mm256_and_ps(values, is_number));
-    return _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
-  };
-  constexpr int kInOrder = 0b11011000;  // packus interleaves the halves of its operands
+  const __m256i tie = _mm256_set1_epi32(0x8000), last = _mm256_set1_epi32(0xffff);
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
     const __m256 first = _mm256_loadu_ps(from + i), second = _mm256_loadu_ps(from + i + 8);
-    const __m256i half = _mm256_packus_epi32(half_words(first), half_words(second));
-    const __m256i remainder = _mm256_packus_epi32(remainder_words(first), remainder_words(second));
+    if (_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)) != 0) [[unlikely]] {
+      for (int k = 0; k < kWidth; ++k) split_one(from[i + k], halves[i + k], remainders[i + k]);
+      continue;
+    }
+    const __m256i a = bits_to_split(first, Remainder()), b = bits_to_split(second, Remainder());
+    const __m256i half = _mm256_packus_epi32(_mm256_srli_epi32(_mm256_add_epi32(a, tie), 16),
+                                             _mm256_srli_epi32(_mm256_add_epi32(b, tie), 16));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves + i), _mm256_permute4x64_epi64(half, kInOrder));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainders + i), _mm256_permute4x64_epi64(remainder, kInOrder));
+    // The remainder is the last half of the bits, because the first half has zeros there.
+    const __m256i remainder = _mm256_packus_epi32(_mm256_and_si256(a, last), _mm256_and_si256(b, last));
+    store_remainders(_mm256_permute4x64_epi64(remainder, kInOrder), remainders + i);
   }
   return i;
 }
@@ -235,8 +291,14 @@ template <class Kind>
 int64_t encode_vectors(const float*, float, typename Kind::Code*, int64_t) {
   return 0;
 }
-inline int64_t join_vectors(const uint16_t*, const int16_t*, float*, int64_t) { return 0; }
-inline int64_t split_vectors(const float*, uint16_t*, int16_t*, int64_t) { return 0; }
+template <class Remainder>
+int64_t join_vectors(const uint16_t*, const Remainder*, float*, int64_t) {
+  return 0;
+}
+template <class Remainder>
+int64_t split_vectors(const float*, uint16_t*, Remainder*, int64_t) {
+  return 0;
+}
 #endif
 
 }  // namespace DRIVETRAIN_ISA

@@ -271,7 +271,8 @@ T* load_tile(const TypedArray& array, int64_t index, int64_t count, T* scratch) 
       }
       case Format::kBFloat16Remainder8: {
         const auto* remainders = static_cast<const int8_t*>(array.extra) + index;
-        for (int64_t i = 0; i < count; ++i) scratch[i] = join8(halves[i], remainders[i]);
+        int64_t i = join_vectors(halves, remainders, scratch, count);
+        for (; i < count; ++i) scratch[i] = join8(halves[i], remainders[i]);
         return scratch;
       }
       case Format::kBFloat16Kahan: {
@@ -358,18 +359,14 @@ void store_tile(const TypedArray& array, int64_t index, int64_t count, const T* 
       case Format::kBFloat16Remainder16: {
         auto* remainders = static_cast<int16_t*>(array.extra) + index;
         for (int64_t i = split_vectors(values, halves, remainders, count); i < count; ++i) {
-          const Split parts = split(values[i]);
-          halves[i] = parts.half;
-          remainders[i] = parts.remainder;
+          split_one(values[i], halves[i], remainders[i]);
         }
         return;
       }
       case Format::kBFloat16Remainder8: {
         auto* remainders = static_cast<int8_t*>(array.extra) + index;
-        for (int64_t i = 0; i < count; ++i) {
-          const Split8 parts = split8(values[i]);
-          halves[i] = parts.half;
-          remainders[i] = parts.remainder;
+        for (int64_t i = split_vectors(values, halves, remainders, count); i < count; ++i) {
+          split_one(values[i], halves[i], remainders[i]);
         }
         return;
       }

@@ -30,6 +30,19 @@ inline void split_one(float value, uint16_t& half, int8_t& remainder) {
 // converts the others. Encoders take prepared finite values.
 
 #if defined(__AVX512F__)
+// Floats that a rule computes with at once. decode() returns the values of as many codes, as Kind::decode() does.
+using Lanes = __m512;
+inline Lanes decode(const int8_t* codes, float unit) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const Lanes number = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  return number * _mm512_abs_ps(number) * unit;
+}
+inline Lanes decode(const uint8_t* codes, float unit) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const Lanes root = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)) * unit;
+  return root * root;
+}
+
 // Returns roots of finite values in [0, 2^14) that round to the same integers as correctly rounded roots. It needs no
 // square root instruction, whose unit is busy with the rule's roots and divisions. After two corrections the error does
 // not depend on the estimate, which differs between processors: it is 2^-34 relative and one rounding. Smaller values
@@ -157,6 +170,18 @@ int64_t split_vectors(const float* from, uint16_t* halves, Remainder* remainders
   return i;
 }
 #elif defined(__AVX2__)
+using Lanes = __m256;
+inline Lanes decode(const int8_t* codes, float unit) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+  const Lanes number = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  return number * _mm256_andnot_ps(_mm256_set1_ps(-0.0f), number) * unit;
+}
+inline Lanes decode(const uint8_t* codes, float unit) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+  const Lanes root = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)) * unit;
+  return root * root;
+}
+
 // Computes the same as the version for AVX-512; the relative error before the last rounding is 2^-33.
 inline __m256 root_of_code(__m256 values) {
   constexpr float kLeast = 0x1p-20f;

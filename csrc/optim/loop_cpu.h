@@ -162,6 +162,67 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
   return i;
 }
 
+#if defined(__AVX2__)
+// Updates whole blocks of Adam from `begin` on while their states are block codes of finite values. Returns the first
+// element that it left out. Loops are short chains of instructions, of which the processor works on many at once. It
+// overlaps the chain that leads to a scale with the next block, because codes are stored after that.
+template <class Rule>
+[[gnu::flatten]] int64_t update_blocks(const Rule& shared_rule, const StepJob& job, const ParamJob& param,
+                                       int64_t begin, int64_t end) {
+  const Rule rule = shared_rule;
+  const float factor = static_cast<float>(job.grad_scaling.factor);
+  const TypedArray &means = param.state[0], &squares = param.state[1];
+  const auto* mean_codes = static_cast<const int8_t*>(means.data);
+  const auto* square_codes = static_cast<const uint8_t*>(squares.data);
+  const auto* mean_scales = static_cast<const float*>(means.extra);
+  const auto* square_scales = static_cast<const float*>(squares.extra);
+  alignas(64) float scratch[2][kBlock], late_means[2][kBlock], late_squares[2][kBlock];
+  LargestPrepared largest[2];
+  const auto store_codes = [&](int64_t index) {
+    const int64_t turn = index / kBlock % 2;
+    store_prepared<SignedCode>(means, index, kBlock, late_means[turn], largest[turn].largest[0]);
+    store_prepared<SquaredCode>(squares, index, kBlock, late_squares[turn], largest[turn].largest[1]);
+  };
+  int64_t i = begin;
+  for (; i + kBlock <= end && !has_special(mean_scales[i / kBlock]) && !has_special(square_scales[i / kBlock]);
+       i += kBlock) {
+    // The rule's loop reads what load_tile() leaves in place, and its chains are too long to reach far ahead.
+    for (const TypedArray* array : {&param.param, &param.grad, &means, &squares}) {
+      const int64_t bytes = is_native<float>(param.param) ? kBlock * bytes_of(array->format) : 0;
+      const char* next = static_cast<const char*>(array->data) + (i / kBlock + 1) * bytes;
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at);
+    }
+    float *mean = late_means[i / kBlock % 2], *square = late_squares[i / kBlock % 2];
+    float* values = load_tile(param.param, i, kBlock, scratch[0]);
+    float* grad = load_tile(param.grad, i, kBlock, scratch[1]);
+    const float mean_unit = SignedCode::unit_of(mean_scales[i / kBlock]);
+    const float square_unit = SquaredCode::unit_of(square_scales[i / kBlock]);
+    for (int k = 0; k < kBlock; k += sizeof(Lanes) / sizeof(float)) {
+      Lanes state[kMaxStates] = {decode(mean_codes + i + k, mean_unit), decode(square_codes + i + k, square_unit)};
+      Lanes value, gradient;
+      std::memcpy(&value, values + k, sizeof(value));
+      std::memcpy(&gradient, grad + k, sizeof(gradient));
+      rule(value, factor * gradient, state);
+      state[1] = square_root(state[1]);
+      std::memcpy(values + k, &value, sizeof(value));
+      std::memcpy(mean + k, &state[0], sizeof(value));
+      std::memcpy(square + k, &state[1], sizeof(value));
+    }
+    uint32_t largest_mean = 0, largest_square = 0;
+    for (int k = 0; k < kBlock; ++k) {
+      largest_mean = std::max(largest_mean, magnitude_bits(mean[k]));
+      largest_square = std::max(largest_square, magnitude_bits(square[k]));
+    }
+    largest[i / kBlock % 2] = {{largest_mean, largest_square}};
+    leave_grad(job.grad_scaling, param.grad, i, kBlock, grad);
+    store_tile(param.param, i, kBlock, values, param.key);
+    if (i > begin) store_codes(i - kBlock);
+  }
+  if (i > begin) store_codes(i - kBlock);
+  return i;
+}
+#endif
+
 // Updates elements [begin, end) of a parameter. kCoded: its states have 8 bits. kMeasures: they are a part whose
 // statistics the step measures.
 template <template <class> class RuleOf, class T, bool kCoded, bool kMeasures>
@@ -184,6 +245,11 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
       begin = update_bfloat16<Rule, kMeasures>(rule, job, param, begin, end, &measured);
     }
   }
+#if defined(__AVX2__)
+  if constexpr (kCoded && !kMeasures && std::is_same_v<Rule, Adam<float>>) {
+    if (param.state[0].format == Format::kSigned8) begin = update_blocks(rule, job, param, begin, end);
+  }
+#endif
   for (int64_t i = begin; i < end; i += tile) {
     const int64_t count = end - i < tile ? end - i : tile;
     T* values = load_tile(param.param, i, count, scratch[0]);

@@ -345,6 +345,32 @@ def test_bfloat16_keeps_special_values_on_every_instruction_set(rule: type, tail
         assert all(same_bits(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize("master_bits", [None, 24, 32])
+def test_codes_of_special_values_are_those_of_every_instruction_set(master_bits: int | None) -> None:
+    # Vector code steps whole blocks of finite states, and the baseline's code everything. The square of 3e38 is
+    # infinite in a block of finite means.
+    special = torch.tensor([math.inf, -math.inf, math.nan, 3e38, 1e-30, 1e-39, -0.0])
+    starts = [torch.randn(1, size).bfloat16() for size in STATE_SIZES for _ in special]
+    grads = [[torch.randn_like(start) for start in starts] for _ in range(4)]
+    for index, grad in enumerate(grads[1]):
+        grad[0, torch.randint(grad.numel(), (1,))] = special[index % len(special)].bfloat16()
+    found = []
+    for isa in _C.available_isas():
+        _C.force_isa(isa)
+        params = [start.clone().requires_grad_() for start in starts]
+        optimizer = optim.AdamW(params, lr=0.01, state_bits=8, master_bits=master_bits, min_8bit_size=0)
+        for step in grads:
+            for param, grad in zip(params, step, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+        states = [(k, v) for p in params for k, v in optimizer.state[p].items() if isinstance(v, Tensor)]
+        found.append([p.detach() for p in params] + [v for _, v in states])
+        signs = {(k, bool((v < 0).any())) for k, v in states if k.endswith("_scales")}  # negative: special codes
+        assert len(signs) == 4
+    for other in found[1:]:
+        assert all(same_bits(a, b) for a, b in zip(found[0], other, strict=True))
+
+
 @precisions
 @pytest.mark.parametrize("layout", ["transposed", "channels_last", "holes"])
 def test_any_layout(precision: str, layout: str) -> None:

@@ -7,6 +7,10 @@
 #include "formats/storage.h"
 #include "optim/rules/hypers.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace drivetrain::optim {
 
 using namespace formats;
@@ -15,6 +19,11 @@ DT_BEGIN_ISA
 
 DT_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
 DT_HOST_DEVICE double square_root(double x) { return sqrt(x); }
+#if defined(__AVX512F__)
+inline __m512 square_root(__m512 x) { return _mm512_sqrt_ps(x); }
+#elif defined(__AVX2__)
+inline __m256 square_root(__m256 x) { return _mm256_sqrt_ps(x); }
+#endif
 
 // Computes base to the power of a whole number by squaring: the same bits on CPU and GPU, unlike pow. Its relative
 // error is at most exponent * 2^-53, far below the rounding of 1 - power wherever power is not negligible.

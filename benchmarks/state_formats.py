@@ -1,4 +1,4 @@
-"""Compares 8-bit formats for the states of AdamW: block codes, and float8 numbers with a scale per block.
+"""Compares formats for the states of AdamW: codes of 8 and 4 bits, and float8 numbers with a scale per block.
 
 Trains a small GPT on Python's source text and a classifier on digits, in float32 with torch's AdamW. Their gradients
 also reach states that are stored in each format after every step. The table shows, as shares of the norm, how far these
@@ -35,6 +35,7 @@ E4M3 = torch.float8_e4m3fn
 # Options of drivetrain's AdamW. None stands for e4m3 squares, which it does not have and torch's casts imitate.
 FORMATS: dict[str, dict[str, Any] | None] = {
     "block codes (state_bits=8)": {"state_bits": 8, "min_8bit_size": 0},
+    "4-bit codes (state_bits=4)": {"state_bits": 4, "min_8bit_size": 0},
     'e4m3 means, e5m2 squares (state_bits="fp8")': {"state_bits": "fp8", "min_8bit_size": 0},
     "e4m3 means, e4m3 squares": None,
 }
@@ -132,7 +133,7 @@ def states_of(optimizer: torch.optim.Optimizer, param: Tensor) -> tuple[Tensor, 
     names = ("exp_avg", "exp_avg_sq")
     if "exp_avg_codes" not in state:
         return state[names[0]], state[names[1]]
-    means, squares = (_C.optim_load_state(state[f"{name}_codes"], state[f"{name}_scales"]) for name in names)
+    means, squares = (_C.optim_load_state(state[f"{name}_codes"], state[f"{name}_scales"], param) for name in names)
     return means, squares
 
 

@@ -11,6 +11,7 @@ HALVES = [torch.bfloat16, torch.float16]
 # Maps names of precisions to the options of a parameter group.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "state_8": {"state_bits": 8},
+    "state_4": {"state_bits": 4},
     "state_fp8": {"state_bits": "fp8"},
     "state_16": {"state_bits": 16},
     "state_32": {"state_bits": 32},
@@ -19,6 +20,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "master_32_state_8": {"master_bits": 32, "state_bits": 8},
     "master_32_state_fp8": {"master_bits": 32, "state_bits": "fp8"},
     "master_24_state_8": {"master_bits": 24, "state_bits": 8},
+    "master_24_state_4": {"master_bits": 24, "state_bits": 4},
     "kahan": {"rounding": "kahan"},
     "kahan_state_8": {"rounding": "kahan", "state_bits": 8},
     "stochastic": {"rounding": "stochastic"},

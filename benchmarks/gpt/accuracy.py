@@ -62,6 +62,7 @@ class Storage:
 REFERENCE = Storage("torch, fp32", torch.float32, is_torch=True)
 MASTER_32 = Storage("bf16, master 32, states fp32", options={"master_bits": 32, "state_bits": 32})
 MASTER_24 = Storage("bf16, master 24, states 8-bit", options={"master_bits": 24, "state_bits": 8})
+STATES_4 = Storage("bf16, master 24, states 4-bit", options={"master_bits": 24, "state_bits": 4})
 USUAL = (
     REFERENCE,
     Storage("fp32", torch.float32),
@@ -69,20 +70,23 @@ USUAL = (
     Storage("bf16, master 32, states bf16", options={"master_bits": 32, "state_bits": 16}),
     Storage("bf16, master 32, states 8-bit", options={"master_bits": 32, "state_bits": 8}),
     MASTER_24,
+    STATES_4,
     Storage("fp32, states 8-bit", torch.float32, {"state_bits": 8}),
+    Storage("fp32, states 4-bit", torch.float32, {"state_bits": 4}),
     Storage("fp32, states float8", torch.float32, {"state_bits": "fp8"}),
     Storage("bf16, Kahan, states bf16", options={"rounding": "kahan"}),
     Storage("bf16, stochastic, states bf16", options={"rounding": "stochastic"}),
 )
 SLOW_REFERENCE = replace(REFERENCE, is_slow=True)
 CONTROL = Storage("bf16 alone (the control)", is_slow=True)
-SLOW_MASTERS = tuple(replace(row, is_slow=True) for row in (MASTER_32, MASTER_24))
+SLOW_MASTERS = tuple(replace(row, is_slow=True) for row in (MASTER_32, MASTER_24, STATES_4))
 SLOW = (SLOW_REFERENCE, *SLOW_MASTERS, CONTROL)
 
 QUICK = {"preset": "tiny", "seeds": 2, "steps": 10, "batch_size": 4, "block_size": 32, "held_out_rows": 32}
 EPILOG = """examples:
   python benchmarks/gpt/accuracy.py                        the table of the README
   python benchmarks/gpt/accuracy.py --seeds 8 --steps 150  more pairs of shorter runs: narrower intervals
+  python benchmarks/gpt/accuracy.py --seeds 5 --only 4-bit the rows with 4-bit states, and what they compare with
   python benchmarks/gpt/accuracy.py --quick                a check of about a minute that everything runs
 
 Reading the table: a difference is a row's held-out loss minus torch's float32 loss with the same seed, in nats
@@ -107,13 +111,25 @@ def parse_arguments() -> argparse.Namespace:
     add("--held-out-rows", type=positive(int), default=512, help="rows in the validation loss (%(default)s)")
     add("--threads", type=positive(int), default=len(os.sched_getaffinity(0)), help="threads of torch (%(default)s)")
     add("--quick", action="store_true", help=f"set {', '.join(f'{key}={value}' for key, value in QUICK.items())}")
+    add("--only", metavar="TEXT", help="train only rows whose name contains this text, references and the control")
     add("--json", type=Path, metavar="FILE", help="file for every run's loss and the table")
     args = parser.parse_args()
     if args.quick:
         vars(args).update(QUICK)
     if args.seeds < 2:
         parser.error("--seeds: an interval needs 2 or more")
+    if args.only and not any(args.only in row.name for row in (*USUAL, *SLOW)):
+        parser.error(f"--only: no row's name contains {args.only!r}")
     return args
+
+
+def rows_of(args: argparse.Namespace) -> tuple[tuple[Storage, ...], tuple[Storage, ...]]:
+    """Return the rows of the usual and of the low learning rate that this call trains, each after its reference."""
+
+    def chosen(row: Storage) -> bool:
+        return not args.only or row.is_torch or row is CONTROL or args.only in row.name
+
+    return tuple(filter(chosen, USUAL)), tuple(filter(chosen, SLOW))
 
 
 class Run:
@@ -240,7 +256,7 @@ class Result:
 
 def train_all(args: argparse.Namespace, corpus: Corpus) -> dict[str, Result]:
     """Train every row with every seed. Show a progress bar, or print a line per run without a terminal."""
-    rows = (*USUAL, *SLOW)
+    rows = sum(rows_of(args), ())
     results = [Result() for _ in rows]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     bar = Progress(
@@ -271,7 +287,7 @@ def print_table(args: argparse.Namespace, results: dict[str, Result]) -> dict[st
     for column in ("bytes", "held-out loss", "difference, 95 %"):
         table.add_column(column, justify="right", no_wrap=True)
     differences = {}
-    for rows, peak in ((USUAL, args.lr), (SLOW, args.low_lr)):
+    for rows, peak in zip(rows_of(args), (args.lr, args.low_lr), strict=True):
         table.add_section()
         reference = results[rows[0].name]
         for row in rows:
@@ -288,7 +304,7 @@ def print_table(args: argparse.Namespace, results: dict[str, Result]) -> dict[st
 def control_is_worse(differences: dict[str, Difference]) -> bool:
     """Print and return whether the control's whole interval lies above 0 and above the masters' intervals."""
     control = differences[CONTROL.name]
-    masters = max(differences[row.name].high for row in SLOW_MASTERS)
+    masters = max((differences[row.name].high for row in SLOW_MASTERS if row.name in differences), default=0.0)
     passed = control.low > max(0.0, masters)
     console.print(
         f"{'[green]PASS[/]' if passed else '[red]FAIL[/]'}  the control must be worse: at the low rate bf16 without a "

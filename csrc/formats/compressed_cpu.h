@@ -1,7 +1,9 @@
-// Converts 8-bit states and bfloat16 remainders on the CPU by vector code, with the bits of storage.h. Compilers narrow
+// Converts coded states and bfloat16 remainders on the CPU by vector code, with the bits of storage.h. Compilers narrow
 // and widen these values with two to three times as many instructions. Needs no torch header.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <type_traits>
 
@@ -97,6 +99,48 @@ inline __m512i codes_of(const float* from, __m512 factor, SquaredFloat8) {
   const __mmask16 is_positive = _mm512_cmp_ps_mask(roots, _mm512_setzero_ps(), _CMP_GT_OQ);
   const __m512i numbers = float8_numbers<SquaredFloat8::Number>(_mm512_mul_ps(roots, _mm512_mul_ps(roots, factor)));
   return _mm512_max_epi32(numbers, _mm512_maskz_set1_epi32(is_positive, 1));
+}
+
+// The codes of steps in a range of half a power of two, from 0.5 on: no range has the least steps of two codes.
+struct Signed4Ranges {
+  static constexpr int kFirst = 252;  // the leading bits of 0.5, up to the first one of its mantissa
+  alignas(64) int32_t code[32];       // the smaller code
+  alignas(64) float least[32];        // steps from which the next code is nearer
+};
+constexpr Signed4Ranges kSigned4Ranges = [] {
+  Signed4Ranges ranges = {};
+  float begin = 0.5f;
+  for (int range = 0; range < 32; ++range) {
+    const float end = range % 2 == 0 ? begin * 1.5f : begin * 4 / 3;
+    int code = 0;
+    while (code < 7 && Signed4::least(code + 1) < begin) ++code;
+    ranges.least[range] = code < 7 ? std::min(Signed4::least(code + 1), end) : end;
+    ranges.code[range] = code;
+    begin = end;
+  }
+  return ranges;
+}();
+
+inline __m512i codes_of(const float* from, __m512 factor, Signed4) {
+  const __m512i sign = _mm512_set1_epi32(INT32_MIN), bits = _mm512_loadu_si512(from);
+  const __m512 steps = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_andnot_si512(sign, bits)), factor);
+  const __m512i leading = _mm512_srli_epi32(_mm512_castps_si512(steps), 22);
+  const __m512i range = _mm512_sub_epi32(_mm512_max_epi32(leading, _mm512_set1_epi32(Signed4Ranges::kFirst)),
+                                         _mm512_set1_epi32(Signed4Ranges::kFirst));
+  const __m512 least =
+      _mm512_permutex2var_ps(_mm512_load_ps(kSigned4Ranges.least), range, _mm512_load_ps(kSigned4Ranges.least + 16));
+  const __m512i smaller = _mm512_permutex2var_epi32(_mm512_load_si512(kSigned4Ranges.code), range,
+                                                    _mm512_load_si512(kSigned4Ranges.code + 16));
+  const __mmask16 reaches = _mm512_cmp_ps_mask(steps, least, _CMP_GE_OQ);
+  const __m512i codes = _mm512_mask_add_epi32(smaller, reaches, smaller, _mm512_set1_epi32(1));
+  return _mm512_mask_sub_epi32(codes, _mm512_movepi32_mask(bits), _mm512_setzero_si512(), codes);
+}
+
+inline __m512i codes_of(const float* from, __m512 factor, Squared4) {
+  const __m512 roots = _mm512_loadu_ps(from);
+  const __mmask16 is_positive = _mm512_cmp_ps_mask(roots, _mm512_setzero_ps(), _CMP_GT_OQ);
+  const __m512 least = _mm512_maskz_mov_ps(is_positive, _mm512_set1_ps(1));
+  return _mm512_cvtps_epi32(_mm512_max_ps(root_of_code(_mm512_mul_ps(roots, factor)), least));
 }
 
 template <class Kind>
@@ -232,6 +276,24 @@ inline __m256i codes_of(const float* from, __m256 factor, SquaredFloat8) {
   return _mm256_max_epi32(numbers, _mm256_srli_epi32(_mm256_castps_si256(is_positive), 31));
 }
 
+inline __m256i codes_of(const float* from, __m256 factor, Signed4) {
+  const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN)), values = _mm256_loadu_ps(from);
+  const __m256 steps = _mm256_mul_ps(_mm256_andnot_ps(sign, values), factor);
+  __m256i codes = _mm256_setzero_si256();
+  for (int code = 1; code <= 7; ++code) {
+    const __m256 reaches = _mm256_cmp_ps(steps, _mm256_set1_ps(Signed4::least(code)), _CMP_GE_OQ);
+    codes = _mm256_sub_epi32(codes, _mm256_castps_si256(reaches));
+  }
+  return _mm256_sign_epi32(codes, _mm256_or_si256(_mm256_castps_si256(values), _mm256_set1_epi32(1)));
+}
+
+inline __m256i codes_of(const float* from, __m256 factor, Squared4) {
+  const __m256 roots = _mm256_loadu_ps(from);
+  const __m256 is_positive = _mm256_cmp_ps(roots, _mm256_setzero_ps(), _CMP_GT_OQ);
+  const __m256 least = _mm256_and_ps(is_positive, _mm256_set1_ps(1));
+  return _mm256_cvtps_epi32(_mm256_max_ps(root_of_code(_mm256_mul_ps(roots, factor)), least));
+}
+
 template <class Kind>
 int64_t encode_vectors(const float* from, float factor, typename Kind::Code* to, int64_t count) {
   constexpr int kWidth = 32;
@@ -325,6 +387,68 @@ int64_t split_vectors(const float*, uint16_t*, Remainder*, int64_t) {
   return 0;
 }
 #endif
+
+// Decodes finite blocks of 4-bit codes, one per byte, in whole vectors.
+template <class Kind>
+int64_t decode_vectors(const typename Kind::Code* from, float unit, float* to, int64_t count) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  if constexpr (Kind::kPerByte == 2) {
+    alignas(64) static constexpr std::array<float, 16> kLevels = [] {
+      std::array<float, 16> levels = {};
+      for (int code = 0; code < 16; ++code) {
+        levels[code] = Kind::level(std::is_signed_v<typename Kind::Code> && code > 7 ? code - 16 : code);
+      }
+      return levels;
+    }();
+    const __m512 levels = _mm512_load_ps(kLevels.data()), units = _mm512_set1_ps(unit);
+    for (; i + 16 <= count; i += 16) {  // The permutation reads the last 4 bits of a code.
+      const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+      _mm512_storeu_ps(to + i, Kind::of_level(_mm512_mul_ps(_mm512_permutexvar_ps(codes, levels), units)));
+    }
+  }
+#endif
+  return i;
+}
+
+// Separates bytes with two 4-bit codes each.
+template <class Kind>
+void unpack(const uint8_t* from, typename Kind::Code* to, int64_t num_bytes) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  const __m128i low = _mm_set1_epi8(15), sign = _mm_set1_epi8(std::is_signed_v<typename Kind::Code> ? 8 : 0);
+  for (; i + 16 <= num_bytes; i += 16) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    const auto extended = [&](__m128i codes) {
+      return _mm_sub_epi8(_mm_xor_si128(_mm_and_si128(codes, low), sign), sign);
+    };
+    const __m128i first = extended(bytes), second = extended(_mm_srli_epi16(bytes, 4));
+    auto* const target = reinterpret_cast<__m128i*>(to + 2 * i);
+    _mm_storeu_si128(target, _mm_unpacklo_epi8(first, second));
+    _mm_storeu_si128(target + 1, _mm_unpackhi_epi8(first, second));
+  }
+#endif
+  for (i *= 2; i < 2 * num_bytes; ++i) to[i] = code_at<Kind>(from, i);
+}
+
+// Packs codes, an even number of them.
+template <class Kind>
+void pack(const typename Kind::Code* from, uint8_t* to, int64_t num_bytes) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  const __m128i low = _mm_set1_epi8(15), weights = _mm_set1_epi16(16 << 8 | 1);
+  const auto pairs = [&](int64_t at) {  // one per word
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
+    return _mm_maddubs_epi16(_mm_and_si128(codes, low), weights);
+  };
+  for (; i + 16 <= num_bytes; i += 16) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_packus_epi16(pairs(2 * i), pairs(2 * i + 16)));
+  }
+#endif
+  for (; i < num_bytes; ++i) {
+    to[i] = packed(static_cast<uint32_t>(from[2 * i]), static_cast<uint32_t>(from[2 * i + 1]));
+  }
+}
 
 }  // namespace DRIVETRAIN_ISA
 }  // namespace drivetrain::formats

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -25,6 +26,16 @@ namespace {
 Format state_format(at::ScalarType dtype) {
   const std::optional<Format> in_blocks = block_format_of(dtype);
   return in_blocks ? *in_blocks : *format_of(dtype);
+}
+
+// Allocates a state with the strides of `param`, or a vector if two values share a byte.
+at::Tensor empty_state(const at::Tensor& param, at::ScalarType dtype) {
+  if (!is_packed(dtype)) return empty_as_walked(param, dtype);
+  return at::empty({(param.numel() + 1) / 2}, param.options().dtype(stored_dtype(dtype)));
+}
+
+at::Tensor empty_scales(const at::Tensor& param, Format format) {
+  return at::empty({num_scales(format, param.numel())}, param.options().dtype(at::kFloat).requires_grad(std::nullopt));
 }
 
 // Returns whether both tensors are dense and have their elements in the same memory order.
@@ -56,11 +67,11 @@ TypedArray array_of(const Stored& stored) {
 // Returns the rest of the array from element `i` on, which begins a block.
 TypedArray from_element(const TypedArray& array, int64_t i) {
   TypedArray rest = array;
-  if (array.data != nullptr) rest.data = static_cast<char*>(array.data) + i * bytes_of(array.format);
+  if (array.data != nullptr) rest.data = static_cast<char*>(array.data) + data_bytes(array.format, i);
   if (array.extra == nullptr) return rest;
   auto* const extra = static_cast<char*>(array.extra);
   if (has_blocks(array.format)) {
-    rest.extra = extra + i / kBlock * static_cast<int64_t>(sizeof(float));
+    rest.extra = extra + num_scales(array.format, i) * static_cast<int64_t>(sizeof(float));
   } else {
     rest.extra = extra + i * static_cast<int64_t>(c10::elementSize(extra_of(array.format)->dtype));
   }
@@ -69,8 +80,8 @@ TypedArray from_element(const TypedArray& array, int64_t i) {
 
 void fill_on_cpu(const TypedArray& to, int64_t numel, double fill) {
   if (fill == 0) {  // Zeros are bytes of zero in every format.
-    std::memset(to.data, 0, numel * bytes_of(to.format));
-    if (has_blocks(to.format)) std::memset(to.extra, 0, num_blocks(numel) * sizeof(float));
+    std::memset(to.data, 0, data_bytes(to.format, numel));
+    if (has_blocks(to.format)) std::memset(to.extra, 0, num_scales(to.format, numel) * sizeof(float));
   } else if (to.format == Format::kFloat64) {
     std::fill_n(static_cast<double*>(to.data), numel, fill);
   } else {
@@ -98,15 +109,14 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> Conversions::new_state(const a
   if (!dtype && has_its_shape) {
     state = at::empty_like(param.detach(), at::MemoryFormat::Preserve);  // matches torch's allocation
   } else if (has_its_shape) {
-    state = empty_as_walked(param.detach(), *dtype);
+    state = empty_state(param.detach(), *dtype);
   } else {
     state = at::empty(sizes, param.options().dtype(dtype.value_or(param.scalar_type())).requires_grad(std::nullopt));
   }
+  const Format format = state_format(dtype.value_or(state.scalar_type()));
   at::Tensor scales;
-  if (is_block_dtype(state.scalar_type())) {
-    scales = at::empty({num_blocks(state.numel())}, state.options().dtype(at::kFloat));
-  }
-  add({}, {state, state_format(state.scalar_type()), scales}, fill);
+  if (has_blocks(format)) scales = empty_scales(param, format);
+  add({}, {state, format, scales}, fill, has_blocks(format) ? param.numel() : -1);
   return {state, scales.defined() ? std::optional(scales) : std::nullopt};
 }
 
@@ -114,31 +124,33 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> Conversions::converted_state(c
                                                                                const at::Tensor& state,
                                                                                const std::optional<at::Tensor>& scales,
                                                                                at::ScalarType dtype) {
-  const bool from_blocks = is_block_dtype(state.scalar_type()), to_blocks = is_block_dtype(dtype);
+  const at::ScalarType found = marked_dtype(state, scales ? &*scales : nullptr);
+  const bool has_its_shape = is_packed(found) || state.sizes().equals(param.sizes());
+  const bool is_wide = c10::toRealValueType(dtype) == at::kDouble || c10::toRealValueType(found) == at::kDouble;
+  const at::Tensor order = empty_as_walked(param.detach().to(at::kMeta), at::kFloat);
   at::Tensor values = state.detach();
-  if (!values.sizes().equals(param.sizes())) {
-    return {(from_blocks ? load_state(values, scales) : values).to(dtype).contiguous(), std::nullopt};
-  }
-  const at::Tensor result = empty_as_walked(param.detach(), dtype);
-  const bool is_wide =
-      c10::toRealValueType(dtype) == at::kDouble || c10::toRealValueType(values.scalar_type()) == at::kDouble;
-  if (from_blocks && (is_wide || !is_walked_alike(values, result))) values = load_state(values, scales);
-  if (!to_blocks && is_wide) {
+  const bool reads_codes = is_block_dtype(found) && !is_packed(found) && !is_packed(dtype) && has_its_shape &&
+                           !is_wide && is_walked_alike(values, order);
+  if (is_block_dtype(found) && !reads_codes) values = load_state(values, scales, param);
+  if (!has_its_shape) return {values.to(dtype).contiguous(), std::nullopt};
+  const at::Tensor result = empty_state(param.detach(), dtype);
+  if (!is_block_dtype(dtype) && is_wide) {
     result.copy_(values);
     return {result, std::nullopt};
   }
   Stored from = {values, state_format(is_wide ? at::kFloat : values.scalar_type())};
-  if (is_block_dtype(values.scalar_type())) {
+  if (reads_codes) {
     check_scales(values, scales);
     from.extra = scales->detach().to(values.device()).contiguous();
-  } else if (is_wide || !is_walked_alike(values, result)) {
-    const at::ScalarType staged = is_wide ? at::kFloat : values.scalar_type();
-    from.values = empty_as_walked(result, staged).copy_(values);
+  } else if (is_wide || !is_walked_alike(values, order)) {
+    const at::TensorOptions staged = result.options().dtype(is_wide ? at::kFloat : values.scalar_type());
+    from.values = at::empty_strided(order.sizes(), order.strides(), staged).copy_(values);
   }
+  const Format format = state_format(dtype);
   at::Tensor new_scales;
-  if (to_blocks) new_scales = at::empty({num_blocks(result.numel())}, result.options().dtype(at::kFloat));
-  add(from, {result, state_format(dtype), new_scales});
-  return {result, to_blocks ? std::optional(new_scales) : std::nullopt};
+  if (has_blocks(format)) new_scales = empty_scales(param, format);
+  add(from, {result, format, new_scales}, 0, has_blocks(format) ? param.numel() : -1);
+  return {result, has_blocks(format) ? std::optional(new_scales) : std::nullopt};
 }
 
 // Tensors with different layouts are converted through contiguous copies.
@@ -183,7 +195,10 @@ at::Tensor Conversions::new_counter(at::Device device, at::ScalarType dtype, dou
   return counter;
 }
 
-void Conversions::add(Stored from, Stored to, double fill) { pairs_.push_back({std::move(from), std::move(to), fill}); }
+void Conversions::add(Stored from, Stored to, double fill, int64_t numel) {
+  if (numel < 0) numel = real_numel(to.values);
+  pairs_.push_back({std::move(from), std::move(to), fill, numel});
+}
 
 void Conversions::run() {
   std::vector<c10::Device> devices;
@@ -197,9 +212,8 @@ void Conversions::run() {
     int64_t num_chunks = 0;
     for (const Pair& pair : pairs_) {
       if (pair.to.values.device() != device) continue;
-      const int64_t numel = real_numel(pair.to.values);
-      jobs.push_back({array_of(pair.from), array_of(pair.to), numel, num_chunks, pair.fill});
-      num_chunks += num_conversion_chunks(numel);
+      jobs.push_back({array_of(pair.from), array_of(pair.to), pair.numel, num_chunks, pair.fill});
+      num_chunks += num_conversion_chunks(pair.numel);
     }
     device.is_cpu() ? run_on_cpu(jobs, num_chunks) : run_on_cuda(jobs, num_chunks, device);
   }
@@ -236,14 +250,21 @@ void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scal
                        scales ? text("got ", scales->scalar_type(), " of shape ", scales->sizes()) : "got none", "."));
 }
 
-at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& scales) {
+at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& scales,
+                      const std::optional<at::Tensor>& param) {
   if (!is_block_dtype(state.scalar_type())) return state.detach().to(at::kFloat);
-  check_scales(state, scales);
-  const at::Tensor codes = is_walkable(state) ? state.detach() : state.detach().contiguous();
-  const at::Tensor values = empty_as_walked(codes, at::kFloat);
+  const at::ScalarType found = marked_dtype(state, scales ? &*scales : nullptr);
+  if (!is_packed(found)) check_scales(state, scales);
+  if (is_packed(found) && param && state.numel() != (param->numel() + 1) / 2) {
+    throw UserError(text("a 4-bit state of ", state.numel(), " bytes is not for a parameter of shape ", param->sizes(),
+                         ", which needs ", (param->numel() + 1) / 2, "."));
+  }
+  const at::Tensor codes = is_packed(found) || !is_walkable(state) ? state.detach().contiguous() : state.detach();
+  const at::Tensor values = !is_packed(found) ? empty_as_walked(codes, at::kFloat)
+                            : param           ? empty_as_walked(param->detach(), at::kFloat, codes.device())
+                                              : at::empty({2 * codes.numel()}, codes.options().dtype(at::kFloat));
   Conversions one;
-  one.add({codes, state_format(codes.scalar_type()), scales->detach().to(codes.device()).contiguous()},
-          {values, Format::kFloat32});
+  one.add({codes, state_format(found), scales->detach().to(codes.device()).contiguous()}, {values, Format::kFloat32});
   one.run();
   return values;
 }

@@ -23,7 +23,7 @@ struct Stored {
 class Conversions {
  public:
   // Allocates a state of `param` with these sizes and every value `fill`. It has the parameter's strides where it has
-  // its shape. Without a dtype it takes the parameter's. Returns the state, and its scales if it has 8 bits.
+  // its shape. Without a dtype it takes the parameter's. Returns the state, and its scales if it has codes.
   std::tuple<at::Tensor, std::optional<at::Tensor>> new_state(const at::Tensor& param,
                                                               const std::vector<int64_t>& sizes,
                                                               std::optional<at::ScalarType> dtype, double fill);
@@ -47,13 +47,15 @@ class Conversions {
   // Runs all collected conversions. Needs no GIL.
   void run();
 
-  // Converts `from` to `to`, or fills `to` where from.values is undefined. Both must have the same dense layout.
-  void add(Stored from, Stored to, double fill = 0);
+  // Converts `from` to `to`, or fills `to` where from.values is undefined. Both must have the same dense layout. -1
+  // counts the elements of `to`; packed ones share bytes.
+  void add(Stored from, Stored to, double fill = 0, int64_t numel = -1);
 
  private:
   struct Pair {
     Stored from, to;
     double fill;
+    int64_t numel;
   };
   // run() copies `copy` to `original`, which has another layout.
   struct WriteBack {
@@ -71,8 +73,10 @@ class Conversions {
 // Throws UserError unless the scales fit this 8-bit state.
 void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scales);
 
-// Return the values of a state, in its own shape and strides, and of a parameter, including its companion, as float32.
-at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& scales);
+// Return the values of a state and of a parameter, including its companion, as float32. They have the state's shape and
+// strides. Where a byte has two values they are shaped as `param`, or a vector in memory order without it.
+at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& scales,
+                      const std::optional<at::Tensor>& param = {});
 at::Tensor load_param(const at::Tensor& param, const std::optional<at::Tensor>& extra);
 
 }  // namespace drivetrain::formats

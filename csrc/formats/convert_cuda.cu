@@ -2,13 +2,14 @@
 #include "base/launch_cuda.h"
 #include "formats/convert.h"
 #include "formats/float8.h"
+#include "formats/tile_cuda.cuh"
 
 namespace drivetrain::formats {
 namespace {
 
 constexpr int kConvertThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kPerLane = kBlock / kWarp;  // A warp converts a block of values that share a scale.
+constexpr int kPerLane = kBlock / kWarp;  // A warp converts a block of 8-bit codes, or two of 4-bit codes.
 
 // Calls visit(k, i) for this lane's elements of the warp's block; neighboring lanes have neighboring elements.
 template <class Visit>
@@ -31,8 +32,8 @@ __device__ void load_as(const TypedArray& array, int64_t begin, int64_t end, flo
 
 template <class Kind>
 __device__ void load_codes(const TypedArray& array, int64_t begin, int64_t end, float (&values)[kPerLane]) {
-  load_as<typename Kind::Code, float>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
-    return decode_any<Kind>(data[i], extra[i / kBlock]);
+  load_as<void, float>(array, begin, end, values, [](auto* data, auto* extra, int64_t i) {
+    return decode_any<Kind>(code_at<Kind>(data, i), extra[i / Kind::kPerScale]);
   });
 }
 
@@ -71,6 +72,10 @@ __device__ void load(const TypedArray& array, int64_t begin, int64_t end, float 
       return load_codes<SignedFloat8>(array, begin, end, values);
     case Format::kSquaredFloat8:
       return load_codes<SquaredFloat8>(array, begin, end, values);
+    case Format::kSigned4:
+      return load_codes<Signed4>(array, begin, end, values);
+    case Format::kSquared4:
+      return load_codes<Squared4>(array, begin, end, values);
     default:
       return load_as<float>(array, begin, end, values, [](auto* data, auto*, int64_t i) { return data[i]; });
   }
@@ -85,25 +90,34 @@ __device__ void store_as(const TypedArray& array, int64_t begin, int64_t end, co
   for_each_element(begin, end, [&](int k, int64_t i) { write(data, extra, i, values[k]); });
 }
 
-// Stores one block. All lanes of the warp call it.
+// Stores a warp's values, a block or two. All lanes of the warp call it.
 template <class Kind>
 __device__ void store_block(const TypedArray& array, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
   constexpr unsigned kAll = 0xffffffffu;
-  float prepared[kPerLane] = {};
-  uint32_t largest = 0, largest_finite = 0;
-  for_each_element(begin, end, [&](int k, int64_t) {
-    prepared[k] = Kind::prepare(values[k]);
-    const uint32_t magnitude = magnitude_bits(prepared[k]), finite = finite_magnitude(prepared[k]);
-    largest = magnitude > largest ? magnitude : largest;
-    largest_finite = finite > largest_finite ? finite : largest_finite;
-  });
-  largest = __reduce_max_sync(kAll, largest);
-  const float scale = Kind::scale_of(__reduce_max_sync(kAll, largest_finite));
-  const float factor = Kind::factor_of(scale);
-  auto* codes = static_cast<typename Kind::Code*>(array.data);
-  for_each_element(begin, end, [&](int k, int64_t i) { codes[i] = encode_any<Kind>(prepared[k], factor); });
-  if (threadIdx.x % kWarp == 0) {
-    static_cast<float*>(array.extra)[begin / kBlock] = largest >= kInfinity ? with_special(scale) : scale;
+  constexpr int kPerScale = Kind::kPerScale / kWarp;  // of a lane's values
+#pragma unroll
+  for (int first = 0; first < kPerLane; first += kPerScale) {
+    const int64_t begin_of_block = begin + first * kWarp;
+    if (begin_of_block >= end) break;
+    float prepared[kPerScale] = {};
+    uint32_t largest = 0, largest_finite = 0;
+#pragma unroll
+    for (int k = 0; k < kPerScale; ++k) {
+      if (begin_of_block + k * kWarp + threadIdx.x % kWarp < end) prepared[k] = Kind::prepare(values[first + k]);
+      const uint32_t magnitude = magnitude_bits(prepared[k]), finite = finite_magnitude(prepared[k]);
+      largest = magnitude > largest ? magnitude : largest;
+      largest_finite = finite > largest_finite ? finite : largest_finite;
+    }
+    const bool is_special = __reduce_max_sync(kAll, largest) >= kInfinity;
+    const float of_finite = Kind::scale_of(__reduce_max_sync(kAll, largest_finite));
+    const float scale = is_special ? with_special(scale_with_room<Kind>(of_finite)) : of_finite;
+    const float factor = Kind::factor_of(fabsf(scale));
+#pragma unroll
+    for (int k = 0; k < kPerScale; ++k) {
+      const int64_t i = begin_of_block + k * kWarp + threadIdx.x % kWarp;
+      store_code<Kind>(array, i, end, encode_any<Kind>(prepared[k], factor));
+    }
+    if (threadIdx.x % kWarp == 0) static_cast<float*>(array.extra)[begin_of_block / Kind::kPerScale] = scale;
   }
 }
 
@@ -154,6 +168,10 @@ __device__ void store(const TypedArray& array, int64_t begin, int64_t end, const
       return store_block<SignedFloat8>(array, begin, end, values);
     case Format::kSquaredFloat8:
       return store_block<SquaredFloat8>(array, begin, end, values);
+    case Format::kSigned4:
+      return store_block<Signed4>(array, begin, end, values);
+    case Format::kSquared4:
+      return store_block<Squared4>(array, begin, end, values);
     default:
       return store_as<float>(array, begin, end, values,
                              [](auto* data, auto*, int64_t i, float value) { data[i] = value; });

@@ -34,7 +34,7 @@ struct Float8 {
 
 // The two kinds below have the interface of SignedCode. A value is its code's number times the scale, as torch reads
 // it: codes.float() * scale.
-struct SignedFloat8 {
+struct SignedFloat8 : Codes8 {
   using Code = uint8_t;
   using Number = Float8<4, 3>;
   static constexpr uint8_t kNan = 0x7f;
@@ -69,7 +69,7 @@ struct SignedFloat8 {
 };
 
 // Prepared values are square roots, as SquaredCode's are. A nonzero value keeps a nonzero code.
-struct SquaredFloat8 {
+struct SquaredFloat8 : Codes8 {
   using Code = uint8_t;
   using Number = Float8<5, 2>;
   static constexpr uint8_t kNan = 0x7f;

@@ -37,8 +37,8 @@ __device__ inline int bytes_beside(Format format) {
 
 // Returns whether a thread's quads of whole rows can be loaded with wide loads.
 __device__ inline bool has_wide_quads(const TypedArray& array) {
-  return array.format != Format::kFloat64 && array.format != Format::kFactored && is_aligned(array.data, kWideBytes) &&
-         is_aligned(array.extra, kWideBytes);
+  return array.format != Format::kFloat64 && array.format != Format::kFactored && !is_packed(array.format) &&
+         is_aligned(array.data, kWideBytes) && is_aligned(array.extra, kWideBytes);
 }
 
 // A thread's quads of an array as they lie in memory.
@@ -134,9 +134,7 @@ struct RawQuads {
 
 template <class Kind>
 __device__ float load_code(const TypedArray& array, int64_t i) {
-  const auto code = static_cast<const typename Kind::Code*>(array.data)[i];
-  const float scale = static_cast<const float*>(array.extra)[i / kBlock];
-  return has_special(scale) ? decode_any<Kind>(code, scale) : Kind::decode(code, Kind::unit_of(scale));
+  return decode_any<Kind>(code_at<Kind>(array.data, i), static_cast<const float*>(array.extra)[i / Kind::kPerScale]);
 }
 
 // Loads one element of a plain format.
@@ -183,6 +181,10 @@ __device__ T load_element(const TypedArray& array, int64_t i) {
         return load_code<SignedFloat8>(array, i);
       case Format::kSquaredFloat8:
         return load_code<SquaredFloat8>(array, i);
+      case Format::kSigned4:
+        return load_code<Signed4>(array, i);
+      case Format::kSquared4:
+        return load_code<Squared4>(array, i);
       default:
         break;
     }

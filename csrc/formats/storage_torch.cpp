@@ -23,8 +23,17 @@ std::optional<Extra> extra_of(Format param_format) {
   }
 }
 
-at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype) {
-  const at::TensorOptions options = like.options().dtype(dtype);
+at::ScalarType marked_dtype(const at::Tensor& state, const at::Tensor* scales) {
+  const at::ScalarType dtype = state.scalar_type();
+  const bool is_packed = (dtype == at::kChar || dtype == at::kByte) && state.dim() == 1 && scales != nullptr &&
+                         scales->scalar_type() == at::kFloat &&
+                         scales->numel() == num_scales(Format::kSigned4, 2 * state.numel()) &&
+                         scales->numel() > num_blocks(state.numel());
+  return !is_packed ? dtype : dtype == at::kChar ? at::ScalarType::Int4 : at::ScalarType::UInt4;
+}
+
+at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype, std::optional<at::Device> device) {
+  const at::TensorOptions options = like.options().dtype(dtype).device(device.value_or(like.device()));
   return is_walkable(like) ? at::empty_strided(like.sizes(), like.strides(), options)
                            : at::empty(like.sizes(), options);
 }

@@ -46,7 +46,8 @@ struct Extra {
 std::optional<Extra> extra_of(Format param_format);
 constexpr const char* kExtraNames[] = {"param_remainder", "param_compensation", "param_master"};
 
-// Returns the format of a state in blocks by its dtype, or none for other dtypes.
+// Returns the format of a state in blocks by the dtype that marks it, or none for other dtypes. A 4-bit state, marked
+// int4 or uint4, is a vector of int8 or uint8.
 inline std::optional<Format> block_format_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kChar:
@@ -57,6 +58,10 @@ inline std::optional<Format> block_format_of(at::ScalarType dtype) {
       return Format::kSignedFloat8;
     case at::kFloat8_e5m2:
       return Format::kSquaredFloat8;
+    case at::ScalarType::Int4:
+      return Format::kSigned4;
+    case at::ScalarType::UInt4:
+      return Format::kSquared4;
     default:
       return std::nullopt;
   }
@@ -64,7 +69,18 @@ inline std::optional<Format> block_format_of(at::ScalarType dtype) {
 inline bool is_block_dtype(at::ScalarType dtype) { return block_format_of(dtype).has_value(); }
 inline int64_t num_blocks(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
-// Allocates a tensor with the strides of `like`, or a contiguous one if `like` is not dense.
-at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype);
+// Returns the dtype of a state's tensor by the dtype that marks its format.
+inline at::ScalarType stored_dtype(at::ScalarType mark) {
+  return mark == at::ScalarType::Int4 ? at::kChar : mark == at::ScalarType::UInt4 ? at::kByte : mark;
+}
+
+inline bool is_packed(at::ScalarType mark) { return stored_dtype(mark) != mark; }
+
+// Returns the dtype that marks a state's format. 4-bit codes have four times as many scales per byte as 8-bit codes.
+at::ScalarType marked_dtype(const at::Tensor& state, const at::Tensor* scales);
+
+// Allocates a tensor with the strides of `like`, or a contiguous one if `like` is not dense. Without a device it takes
+// the one of `like`.
+at::Tensor empty_as_walked(const at::Tensor& like, at::ScalarType dtype, std::optional<at::Device> device = {});
 
 }  // namespace drivetrain::formats

@@ -169,8 +169,8 @@ inline void store_one(const TypedArray& array, int64_t index, T value) {
   }
 }
 
-// ---- 8-bit blocks. `from` and `to` point to a block's first value; `count` is kBlock, or less at the end of the
-// array.
+// ---- Blocks of codes. `from` and `to` point to a block's first value; `count` is Kind::kPerScale, or less at the end
+// of the array. 4-bit codes have a byte each here.
 
 template <class Kind>
 void load_block(const typename Kind::Code* from, float scale, float* to, int64_t count) {
@@ -179,7 +179,7 @@ void load_block(const typename Kind::Code* from, float scale, float* to, int64_t
     return;
   }
   const float unit = Kind::unit_of(scale);
-  for (int64_t i = 0; i < count; ++i) to[i] = Kind::decode(from[i], unit);
+  for (int64_t i = decode_vectors<Kind>(from, unit, to, count); i < count; ++i) to[i] = Kind::decode(from[i], unit);
 }
 
 // Stores a block of prepared values, given their largest magnitude, and returns its scale.
@@ -188,7 +188,7 @@ float store_block(const float* from, uint32_t largest, typename Kind::Code* to, 
   if (largest >= kInfinity) {
     uint32_t largest_finite = 0;
     for (int64_t i = 0; i < count; ++i) largest_finite = std::max(largest_finite, finite_magnitude(from[i]));
-    const float scale = Kind::scale_of(largest_finite), factor = Kind::factor_of(scale);
+    const float scale = scale_with_room<Kind>(Kind::scale_of(largest_finite)), factor = Kind::factor_of(scale);
     for (int64_t i = 0; i < count; ++i) to[i] = encode_any<Kind>(from[i], factor);
     return with_special(scale);
   }
@@ -199,8 +199,20 @@ float store_block(const float* from, uint32_t largest, typename Kind::Code* to, 
 
 template <class Kind>
 void store_prepared(const TypedArray& array, int64_t index, int64_t count, const float* prepared, uint32_t largest) {
-  auto* codes = static_cast<typename Kind::Code*>(array.data) + index;
-  static_cast<float*>(array.extra)[index / kBlock] = store_block<Kind>(prepared, largest, codes, count);
+  auto* scales = static_cast<float*>(array.extra) + index / Kind::kPerScale;
+  if constexpr (Kind::kPerByte == 1) {
+    *scales = store_block<Kind>(prepared, largest, static_cast<typename Kind::Code*>(array.data) + index, count);
+    return;
+  }
+  auto* bytes = static_cast<uint8_t*>(array.data) + index / 2;
+  for (int64_t from = 0; from < count; from += Kind::kPerScale, bytes += Kind::kPerScale / 2) {
+    const int64_t size = std::min<int64_t>(count - from, Kind::kPerScale);
+    alignas(64) typename Kind::Code codes[Kind::kPerScale] = {};
+    largest = 0;
+    for (int64_t i = 0; i < size; ++i) largest = std::max(largest, magnitude_bits(prepared[from + i]));
+    *scales++ = store_block<Kind>(prepared + from, largest, codes, size);
+    pack<Kind>(codes, bytes, (size + 1) / 2);
+  }
 }
 
 // Stores one block of prepared values. `index` is its first value's, a multiple of kBlock.
@@ -213,6 +225,10 @@ inline void store_prepared(const TypedArray& array, int64_t index, int64_t count
       return store_prepared<SignedFloat8>(array, index, count, prepared, largest);
     case Format::kSquaredFloat8:
       return store_prepared<SquaredFloat8>(array, index, count, prepared, largest);
+    case Format::kSigned4:
+      return store_prepared<Signed4>(array, index, count, prepared, largest);
+    case Format::kSquared4:
+      return store_prepared<Squared4>(array, index, count, prepared, largest);
     default:
       return store_prepared<SquaredCode>(array, index, count, prepared, largest);
   }
@@ -221,10 +237,18 @@ inline void store_prepared(const TypedArray& array, int64_t index, int64_t count
 // Loads all blocks of a tile. `index` is the tile's first value's, a multiple of kBlock.
 template <class Kind>
 void load_blocks(const TypedArray& array, int64_t index, int64_t count, float* to) {
-  const auto* codes = static_cast<const typename Kind::Code*>(array.data) + index;
-  const auto* scales = static_cast<const float*>(array.extra) + index / kBlock;
-  for (int64_t from = 0; from < count; from += kBlock) {
-    load_block<Kind>(codes + from, scales[from / kBlock], to + from, std::min<int64_t>(count - from, kBlock));
+  constexpr int kSize = Kind::kPerScale;
+  const auto* codes = static_cast<const typename Kind::Code*>(array.data) + index / Kind::kPerByte;
+  const auto* scales = static_cast<const float*>(array.extra) + index / kSize;
+  for (int64_t from = 0; from < count; from += kSize) {
+    const int64_t size = std::min<int64_t>(count - from, kSize);
+    if constexpr (Kind::kPerByte == 1) {
+      load_block<Kind>(codes + from, scales[from / kSize], to + from, size);
+    } else {
+      alignas(64) typename Kind::Code unpacked[kSize];
+      unpack<Kind>(reinterpret_cast<const uint8_t*>(codes) + from / 2, unpacked, (size + 1) / 2);
+      load_block<Kind>(unpacked, scales[from / kSize], to + from, size);
+    }
   }
 }
 
@@ -301,6 +325,12 @@ T* load_tile(const TypedArray& array, int64_t index, int64_t count, T* scratch) 
         return scratch;
       case Format::kSquaredFloat8:
         load_blocks<SquaredFloat8>(array, index, count, scratch);
+        return scratch;
+      case Format::kSigned4:
+        load_blocks<Signed4>(array, index, count, scratch);
+        return scratch;
+      case Format::kSquared4:
+        load_blocks<Squared4>(array, index, count, scratch);
         return scratch;
       case Format::kFloat32:
       case Format::kFloat64:
@@ -393,6 +423,10 @@ void store_tile(const TypedArray& array, int64_t index, int64_t count, const T* 
         return store_blocks<SignedFloat8>(array, index, count, values);
       case Format::kSquaredFloat8:
         return store_blocks<SquaredFloat8>(array, index, count, values);
+      case Format::kSigned4:
+        return store_blocks<Signed4>(array, index, count, values);
+      case Format::kSquared4:
+        return store_blocks<Squared4>(array, index, count, values);
       case Format::kFloat32:
       case Format::kFloat64:
       case Format::kFactored:

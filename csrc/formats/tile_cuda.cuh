@@ -60,11 +60,12 @@ __device__ void store_pairs(const TypedArray& array, int64_t base, int64_t end,
   }
 }
 
-// ---- 8-bit blocks: element k of all threads together is one block.
+// ---- Blocks of codes: element k of all threads together is one block of 8-bit codes, or two of 4-bit codes.
 static_assert(kThreads == kBlock);
 
-// Returns the maximum over all threads of the block, which must all call it.
-__device__ inline uint32_t largest_of_threads(uint32_t value) {
+// Returns the maximum over the kGroup neighboring threads that this one belongs to. All threads of the block call it.
+template <int kGroup>
+__device__ uint32_t largest_of_threads(uint32_t value) {
   constexpr unsigned kAll = 0xffffffffu;
   __shared__ uint32_t of_warps[kThreads / 32];
   value = __reduce_max_sync(kAll, value);
@@ -73,36 +74,53 @@ __device__ inline uint32_t largest_of_threads(uint32_t value) {
   __syncthreads();
   uint32_t largest = 0;
 #pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) largest = of_warps[warp] > largest ? of_warps[warp] : largest;
+  for (int warp = 0; warp < kGroup / 32; ++warp) {
+    const uint32_t other = of_warps[threadIdx.x / kGroup * (kGroup / 32) + warp];
+    largest = other > largest ? other : largest;
+  }
   return largest;
 }
 
 template <class Kind>
 __device__ void load_blocks(const TypedArray& array, int64_t base, int64_t end, float (&values)[kElementsPerThread]) {
-  const auto* codes = static_cast<const typename Kind::Code*>(array.data);
   const auto* scales = static_cast<const float*>(array.extra);
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t i = base + k * kThreads + threadIdx.x;
-    if (i < end) values[k] = decode_any<Kind>(codes[i], scales[i / kBlock]);
+    if (i < end) values[k] = decode_any<Kind>(code_at<Kind>(array.data, i), scales[i / Kind::kPerScale]);
+  }
+}
+
+// Stores a lane's code i if there is one. Neighboring lanes have neighboring elements; all lanes of the warp call it.
+template <class Kind>
+__device__ __forceinline__ void store_code(const TypedArray& array, int64_t i, int64_t end, typename Kind::Code code) {
+  if constexpr (Kind::kPerByte == 1) {
+    if (i < end) static_cast<typename Kind::Code*>(array.data)[i] = code;
+  } else {
+    const auto next = __shfl_down_sync(0xffffffffu, static_cast<uint32_t>(code), 1);
+    if (i >= end || i % 2 != 0) return;
+    static_cast<uint8_t*>(array.data)[i / 2] = packed(static_cast<uint32_t>(code), i + 1 < end ? next : 0);
   }
 }
 
 template <class Kind>
 __device__ void store_blocks(const TypedArray& array, int64_t base, int64_t end,
                              const float (&values)[kElementsPerThread]) {
-  auto* codes = static_cast<typename Kind::Code*>(array.data);
   auto* scales = static_cast<float*>(array.extra);
 #pragma unroll
   for (int k = 0; k < kElementsPerThread; ++k) {
     const int64_t i = base + k * kThreads + threadIdx.x;
     const float prepared = i < end ? Kind::prepare(values[k]) : 0.0f;
-    const uint32_t largest = largest_of_threads(magnitude_bits(prepared));
-    const bool special = largest >= kInfinity;  // the same for all threads
-    const float scale = Kind::scale_of(special ? largest_of_threads(finite_magnitude(prepared)) : largest);
-    if (i >= end) continue;
-    codes[i] = encode_any<Kind>(prepared, Kind::factor_of(scale));
-    if (i % kBlock == 0) scales[i / kBlock] = special ? with_special(scale) : scale;
+    const uint32_t largest = largest_of_threads<Kind::kPerScale>(magnitude_bits(prepared));
+    const bool special = largest >= kInfinity;  // the same for all threads of the block
+    float scale = Kind::scale_of(largest);
+    // All threads take the same way, also where they have blocks of their own.
+    if (Kind::kPerScale == kThreads ? special : largest_of_threads<kThreads>(largest) >= kInfinity) {
+      const float of_finite = Kind::scale_of(largest_of_threads<Kind::kPerScale>(finite_magnitude(prepared)));
+      if (special) scale = scale_with_room<Kind>(of_finite);
+    }
+    store_code<Kind>(array, i, end, encode_any<Kind>(prepared, Kind::factor_of(scale)));
+    if (i < end && i % Kind::kPerScale == 0) scales[i / Kind::kPerScale] = special ? with_special(scale) : scale;
   }
 }
 
@@ -242,6 +260,10 @@ __device__ void load_state(const TypedArray& array, int64_t base, int64_t end, T
         return load_blocks<SignedFloat8>(array, base, end, values);
       case Format::kSquaredFloat8:
         return load_blocks<SquaredFloat8>(array, base, end, values);
+      case Format::kSigned4:
+        return load_blocks<Signed4>(array, base, end, values);
+      case Format::kSquared4:
+        return load_blocks<Squared4>(array, base, end, values);
       default:
         break;
     }
@@ -262,6 +284,10 @@ __device__ void store_state(const TypedArray& array, int64_t base, int64_t end, 
         return store_blocks<SignedFloat8>(array, base, end, values);
       case Format::kSquaredFloat8:
         return store_blocks<SquaredFloat8>(array, base, end, values);
+      case Format::kSigned4:
+        return store_blocks<Signed4>(array, base, end, values);
+      case Format::kSquared4:
+        return store_blocks<Squared4>(array, base, end, values);
       default:
         break;
     }

@@ -1,6 +1,8 @@
 // Derives storage formats from options; see precision.h.
 #include "optim/precision.h"
 
+#include <algorithm>
+
 #include "base/check.h"
 #include "base/torch_text.h"
 
@@ -59,14 +61,17 @@ std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, St
 }
 
 std::optional<BlockDtypes> block_dtypes(StateKind kind) {
-  if (kind == StateKind::kMean) return BlockDtypes{at::kChar, at::kFloat8_e4m3fn};
-  if (kind == StateKind::kSquared) return BlockDtypes{at::kByte, at::kFloat8_e5m2};
+  if (kind == StateKind::kMean) return BlockDtypes{at::kChar, at::kFloat8_e4m3fn, at::ScalarType::Int4};
+  if (kind == StateKind::kSquared) return BlockDtypes{at::kByte, at::kFloat8_e5m2, at::ScalarType::UInt4};
   return std::nullopt;
 }
 
 bool keeps_32_bits(const Precision& precision, const c10::TensorImpl& param) {
   const bool is_vector = param.dim() < 2 && param.numel() <= kMaxVector;
-  return precision.state_bits == 8 && (is_vector || param.numel() < precision.min_8bit_size);
+  // So few 4-bit codes could be 8-bit ones by the number of their scales.
+  const int64_t least =
+      precision.state_bits == 4 ? std::max<int64_t>(precision.min_8bit_size, kBlock) : precision.min_8bit_size;
+  return (precision.state_bits == 8 || precision.state_bits == 4) && (is_vector || param.numel() < least);
 }
 
 std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, StateKind kind) {
@@ -78,8 +83,11 @@ std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10:
     case 16:
       return at::kBFloat16;
     case 8:
+    case 4:
       if (keeps_32_bits(precision, param)) return at::kFloat;
-      if (const auto dtypes = block_dtypes(kind)) return precision.float8 ? dtypes->float8 : dtypes->codes;
+      if (const auto dtypes = block_dtypes(kind)) {
+        return precision.state_bits == 4 ? dtypes->codes4 : precision.float8 ? dtypes->float8 : dtypes->codes;
+      }
       return at::kFloat;
     default:
       return c10::isComplexType(param.dtype().toScalarType()) ? at::kComplexFloat : at::kFloat;

@@ -18,7 +18,7 @@ enum class Rounding : uint8_t { kNearest, kStochastic, kKahan };
 
 // A group's options, by the names of the Python classes.
 struct Precision {
-  int state_bits = 0;   // 32, 16 or 8; 0 keeps states as they are
+  int state_bits = 0;   // 32, 16, 8 or 4; 0 keeps states as they are
   bool float8 = false;  // 8 bits are float8 numbers instead of codes
   int master_bits = 0;  // 32 or 24 bits of 16-bit parameters; 0 keeps none
   int64_t min_8bit_size = 4096;
@@ -48,24 +48,25 @@ enum class StateKind : uint8_t {
 // Returns the sizes of a state of this kind, or none if a parameter of this shape has no such state.
 std::optional<std::vector<int64_t>> state_sizes(const c10::TensorImpl& param, StateKind kind);
 
-// The two dtypes that mark the 8-bit formats of a state.
+// The dtypes that mark the formats of a state in blocks.
 struct BlockDtypes {
   at::ScalarType codes;
   at::ScalarType float8;
+  at::ScalarType codes4;
 };
 
-// Returns the dtypes of a state's 8-bit formats, or none if a state of this kind has no such format.
+// Returns the dtypes of a state's formats in blocks, or none if a state of this kind has no such format.
 std::optional<BlockDtypes> block_dtypes(StateKind kind);
 
-// The most elements of a vector that keeps 32-bit states under state_bits=8. Biases and norms save nothing and are more
-// sensitive; a longer vector is a flattened model.
+// The most elements of a vector that keeps 32-bit states under state_bits=8 or 4. Biases and norms save nothing and are
+// more sensitive; a longer vector is a flattened model.
 constexpr int64_t kMaxVector = 65536;
 
-// Returns whether the parameter is so small that its states keep 32 bits although the group asks for 8.
+// Returns whether the parameter is so small that its states keep 32 bits although the group asks for 8
+// or 4.
 bool keeps_32_bits(const Precision& precision, const c10::TensorImpl& param);
 
-// Returns the dtype that a state of this parameter must have, or none if any floating one will do. An 8-bit one
-// determines the format (block_format_of).
+// Returns the dtype that marks the format of a state of this parameter, or none if any floating one will do.
 std::optional<at::ScalarType> state_dtype(const Precision& precision, const c10::TensorImpl& param, StateKind kind);
 
 }  // namespace drivetrain::optim

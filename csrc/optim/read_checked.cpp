@@ -46,8 +46,12 @@ const at::Tensor& laid_out_as(Batch& batch, const at::Tensor& like, const at::Te
 bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Tensor* scales,
                  std::optional<at::ScalarType> dtype) {
   if (!dtype) return format_of(state.scalar_type()).has_value();
-  if (state.scalar_type() != *dtype) return false;
+  if (marked_dtype(state, scales) != *dtype) return false;
   if (!is_block_dtype(*dtype)) return true;
+  if (is_packed(*dtype)) {
+    return state.numel() == (param.numel() + 1) / 2 && state.is_contiguous() && scales->device() == param.device() &&
+           scales->is_contiguous();
+  }
   // Blocks follow the memory order.
   const bool in_order = is_walkable(param) ? state.strides().equals(param.strides()) : state.is_contiguous();
   return (in_order || state.numel() < 2 || (param.is_contiguous() && state.is_contiguous())) && scales != nullptr &&
@@ -75,11 +79,12 @@ bool StepReader::lacks_state(const Entry& entry, const StateValues& values) cons
     if (values.states[s] == nullptr || !THPVariable_Check(values.states[s])) continue;  // absent, or an error elsewhere
     const at::Tensor& state = THPVariable_Unpack(values.states[s]);
     const RuleInfo::State& info = group.rule->states[s];
-    if (!is_shaped_as_state(*param.unsafeGetTensorImpl(), *state.unsafeGetTensorImpl(), info) ||
+    const at::Tensor* scales = values.scales[s] == nullptr ? nullptr : &THPVariable_Unpack(values.scales[s]);
+    const at::ScalarType found = marked_dtype(state, scales);
+    if ((!is_packed(found) && !is_shaped_as_state(*param.unsafeGetTensorImpl(), *state.unsafeGetTensorImpl(), info)) ||
         state.device() != param.device())
       continue;  // the same
     const auto wanted = state_dtype(group.precision, *param.unsafeGetTensorImpl(), info.kind);
-    const at::Tensor* scales = values.scales[s] == nullptr ? nullptr : &THPVariable_Unpack(values.scales[s]);
     if ((wanted || is_block_dtype(state.scalar_type())) && !is_state_as(param, state, scales, wanted)) return true;
   }
   return false;
@@ -156,15 +161,13 @@ void StepReader::read_other(const Entry& entry) {
   for (size_t s = 0; s < rule.states.size(); ++s) {
     if (!has_state(*param.unsafeGetTensorImpl(), rule.states[s])) continue;
     TypedArray& stream = reading.job.state[s];
-    const std::optional<Format> in_blocks = THPVariable_Check(values.states[s])
-                                                ? block_format_of(THPVariable_Unpack(values.states[s]).scalar_type())
-                                                : std::nullopt;
-    if (in_blocks && values.scales[s] != nullptr &&
-        has_place_of(THPVariable_Unpack(values.states[s]), param)) {  // lacks_state() has checked the rest
-      stream.data = THPVariable_Unpack(values.states[s]).data_ptr();
-      stream.extra = THPVariable_Unpack(values.scales[s]).data_ptr();
-      stream.format = *in_blocks;
-      continue;
+    if (values.scales[s] != nullptr && THPVariable_Check(values.states[s])) {
+      const at::Tensor &codes = THPVariable_Unpack(values.states[s]), &scales = THPVariable_Unpack(values.scales[s]);
+      const std::optional<Format> in_blocks = block_format_of(marked_dtype(codes, &scales));
+      if (in_blocks && (is_packed(*in_blocks) || has_place_of(codes, param))) {  // lacks_state() has checked the rest
+        stream = {codes.data_ptr(), *in_blocks, scales.data_ptr()};
+        continue;
+      }
     }
     const at::Tensor& state = checked_state(entry, param, values.states[s], s);
     check_memory(entry, state, "its state");

@@ -197,15 +197,19 @@ bool StepReader::read_states(const Entry& entry, const c10::TensorImpl& param, R
     const at::Tensor& state_tensor = THPVariable_Unpack(values.states[s]);
     const c10::TensorImpl& state = *state_tensor.unsafeGetTensorImpl();
     TypedArray& stream = reading.job.state[s];
-    if (!same_memory(param, state) || !is_shaped_as_state(param, state, rule.states[s])) return false;
     const std::optional<at::ScalarType> wanted = state_dtype(group.precision, param, rule.states[s].kind);
-    if (wanted && state.dtype().toScalarType() != *wanted) return false;
-    if (wanted && is_block_dtype(*wanted)) {
+    if (wanted && state.dtype().toScalarType() != stored_dtype(*wanted)) return false;
+    const std::optional<Format> in_blocks = wanted ? block_format_of(*wanted) : std::nullopt;
+    const bool has_its_shape = in_blocks && is_packed(*in_blocks)
+                                   ? state.dim() == 1 && state.numel() == data_bytes(*in_blocks, param.numel())
+                                   : is_shaped_as_state(param, state, rule.states[s]);
+    if (!same_memory(param, state) || !has_its_shape) return false;
+    if (in_blocks) {
       if ((stream.data = contiguous_memory(state)) == nullptr ||
-          !read_extra(values.scales[s], param, at::kFloat, num_blocks(param.numel()), stream)) {
+          !read_extra(values.scales[s], param, at::kFloat, num_scales(*in_blocks, param.numel()), stream)) {
         return false;
       }
-      stream.format = *block_format_of(*wanted);
+      stream.format = *in_blocks;
     } else if (!read_contiguous(state, stream)) {
       return false;
     }

@@ -79,14 +79,14 @@ void register_state(py::module_& m) {
         return state_sizes(*param.unsafeGetTensorImpl(), static_cast<StateKind>(kind));
       },
       py::arg("param"), py::arg("kind"));
-  // Returns the dtype that a state of this parameter must have; None allows any floating one.
+  // Returns the dtype that marks the format of a state of this parameter; None allows any floating one.
   m.def(
       "optim_state_dtype",
       [](const Precision& precision, const at::Tensor& param, int kind) {
         return state_dtype(precision, *param.unsafeGetTensorImpl(), static_cast<StateKind>(kind));
       },
       py::arg("precision"), py::arg("param"), py::arg("kind"));
-  // Returns the dtypes that mark the 8-bit formats of states of this kind.
+  // Returns the dtypes that tensors of states of this kind have in blocks.
   m.def(
       "optim_block_dtypes",
       [](int kind) {
@@ -115,7 +115,12 @@ void register_state(py::module_& m) {
         return std::pair<std::string, at::ScalarType>(extra->name, extra->dtype);
       },
       py::arg("precision"), py::arg("param"));
-  m.def("optim_load_state", &load_state, py::arg("state"), py::arg("scales"));
+  m.def("optim_load_state", &load_state, py::arg("state"), py::arg("scales"), py::arg("param") = py::none());
+  // Returns whether a byte of the codes has two values.
+  m.def(
+      "optim_is_packed",
+      [](const at::Tensor& codes, const at::Tensor& scales) { return is_packed(marked_dtype(codes, &scales)); },
+      py::arg("codes"), py::arg("scales"));
   m.def(
       "optim_store_state",
       [](const at::Tensor& param, const at::Tensor& values, at::ScalarType dtype) {

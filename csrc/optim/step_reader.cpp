@@ -179,7 +179,7 @@ void StepReader::check_apart() {
   };
   const auto add_plain = [&](const TypedArray& stream, int64_t numel, size_t owner, bool is_grad) {
     const char* begin = static_cast<const char*>(stream.data);
-    memory_.push_back({begin, begin + numel * bytes_of(stream.format), static_cast<uint32_t>(owner), is_grad});
+    memory_.push_back({begin, begin + data_bytes(stream.format, numel), static_cast<uint32_t>(owner), is_grad});
   };
   for (size_t i = 0; i < written.size(); ++i) {
     const Reading& reading = readings_[entry_of_[i]];

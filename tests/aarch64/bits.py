@@ -21,6 +21,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FORMATS: dict[str, dict[str, Any]] = {
     "plain": {},
     "8 bits": {"state_bits": 8, "min_8bit_size": 0},
+    "4 bits": {"state_bits": 4, "min_8bit_size": 0},
     "fp8": {"state_bits": "fp8", "min_8bit_size": 0},
     "16 bits": {"state_bits": 16},
     "master 32": {"master_bits": 32},

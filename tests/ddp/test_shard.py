@@ -91,6 +91,7 @@ def test_a_step_leaves_the_versions_of_other_parameters(on_ranks: OnRanks) -> No
 
 FORMATS: dict[str, dict[str, Any]] = {
     "8 bits": {"state_bits": 8, "min_8bit_size": 0},
+    "4 bits": {"state_bits": 4, "min_8bit_size": 0},
     "fp8": {"state_bits": "fp8", "min_8bit_size": 0},
     "24-bit masters and 8 bits": {"master_bits": 24, "state_bits": 8, "min_8bit_size": 0},
     "kahan": {"rounding": "kahan"},

@@ -26,7 +26,9 @@ constexpr Format kSources[] = {Format::kFloat32,
                                Format::kSigned8,
                                Format::kSquared8,
                                Format::kSignedFloat8,
-                               Format::kSquaredFloat8};
+                               Format::kSquaredFloat8,
+                               Format::kSigned4,
+                               Format::kSquared4};
 const std::vector<int64_t> kSizes = {
     0, 1, 255, 256, 257, 0, formats::kConversionChunk, formats::kConversionChunk + 1, 511, 1283, 9000, 0};
 
@@ -37,7 +39,8 @@ Block values_in(Format format, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
     const auto random = static_cast<uint32_t>(formats::mixed(i));
     values[i] = std::ldexp(static_cast<float>(random % 2001) - 1000, static_cast<int>(random >> 16) % 12 - 10);
-    if (format == Format::kSquared8 || format == Format::kSquaredFloat8) values[i] = std::fabs(values[i]);
+    if (format == Format::kSquared8 || format == Format::kSquaredFloat8 || format == Format::kSquared4)
+      values[i] = std::fabs(values[i]);
     if (i % 700 == 5) values[i] = INFINITY;
     if (i % 900 == 7) values[i] = NAN;
   }

@@ -67,7 +67,9 @@ inline int64_t extra_bytes_of(Format format, int64_t numel) {
     case Format::kSquared8:
     case Format::kSignedFloat8:
     case Format::kSquaredFloat8:
-      return (numel + formats::kBlock - 1) / formats::kBlock * 4;
+    case Format::kSigned4:
+    case Format::kSquared4:
+      return formats::num_scales(format, numel) * 4;
     default:
       return 0;
   }
@@ -80,7 +82,7 @@ struct Block {
   Format format;
 
   Block(Format f, int64_t numel, int seed)
-      : bytes(formats::bytes_of(f) * numel), extra(extra_bytes_of(f, numel)), format(f) {
+      : bytes(formats::data_bytes(f, numel)), extra(extra_bytes_of(f, numel)), format(f) {
     if (numel == 0) return;
     std::vector<double> values(numel);
     for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<double>((i * 37 + seed * 11) % 101 + 1) / 64;
@@ -106,8 +108,8 @@ inline std::vector<unsigned char> bytes_of(const std::vector<std::vector<Block>>
   return result;
 }
 
-// Names the formats of one step's arrays. kSigned8 and kSignedFloat8 as `state` stand for the 8-bit formats that fit
-// each state.
+// Names the formats of one step's arrays. kSigned8, kSignedFloat8 and kSigned4 as `state` stand for the formats that
+// fit each state.
 struct Layout {
   const char* name;
   Format param, grad, state;
@@ -123,6 +125,7 @@ inline const std::vector<Layout> kLayouts = {
     {"float16 with compensation", Format::kFloat16Kahan, Format::kFloat16, Format::kFloat32},
     {"float16 with master", Format::kFloat16Master, Format::kFloat16, Format::kSigned8},
     {"remainder of 16 bits, float8", Format::kBFloat16Remainder16, Format::kBFloat16, Format::kSignedFloat8},
+    {"remainder of 8 bits, 4-bit codes", Format::kBFloat16Remainder8, Format::kBFloat16, Format::kSigned4},
     {"bfloat16 at random", Format::kBFloat16Stochastic, Format::kBFloat16, Format::kSigned8},
     {"float16 at random", Format::kFloat16Stochastic, Format::kFloat16, Format::kFloat16},
 };
@@ -131,6 +134,7 @@ inline const std::vector<Layout> kLayouts = {
 inline Format state_format_of(const Layout& layout, bool is_squared) {
   if (is_squared && layout.state == Format::kSigned8) return Format::kSquared8;
   if (is_squared && layout.state == Format::kSignedFloat8) return Format::kSquaredFloat8;
+  if (is_squared && layout.state == Format::kSigned4) return Format::kSquared4;
   return layout.state;
 }
 

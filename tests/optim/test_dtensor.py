@@ -225,7 +225,11 @@ def _load(folder: str, rule: str, options: dict[str, Any]) -> tuple[list[Tensor]
     return _go_on(net, optimizer)
 
 
-@pytest.mark.parametrize("options", [{}, {"state_bits": 8, "min_8bit_size": 1}], ids=["plain", "codes"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"state_bits": 8, "min_8bit_size": 1}, {"state_bits": 4, "min_8bit_size": 1}],
+    ids=["plain", "codes", "4-bit codes"],
+)
 def test_checkpoint_of_two_ranks_goes_on_at_two_and_at_four(
     on_ranks: Run, on_four_ranks: Run, tmp_path: Any, options: dict[str, Any]
 ) -> None:

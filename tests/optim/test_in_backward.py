@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD": functools.partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
     "AdamW": functools.partial(optim.AdamW, lr=0.01, weight_decay=0.1),
     "AdamW of 8 bits": functools.partial(optim.AdamW, lr=0.01, state_bits=8, min_8bit_size=1),
+    "AdamW of 4 bits": functools.partial(optim.AdamW, lr=0.01, state_bits=4, master_bits=24),
     "Lion": functools.partial(optim.Lion, lr=0.01),
     "LAMB": functools.partial(optim.LAMB, lr=0.01),
     "Adafactor": functools.partial(optim.Adafactor, lr=0.01),

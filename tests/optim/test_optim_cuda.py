@@ -288,6 +288,7 @@ def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
         (torch.bfloat16, {"master_bits": 32, "state_bits": 16}, 1),
         (torch.bfloat16, {"master_bits": 32, "state_bits": 8}, 2),
         (torch.bfloat16, {"master_bits": 24, "state_bits": 8}, 2),
+        (torch.bfloat16, {"master_bits": 24, "state_bits": 4}, 2),  # one chooses formats at run time
         (torch.float16, {"master_bits": 32}, 1),
     ],
 )

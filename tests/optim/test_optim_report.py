@@ -96,6 +96,7 @@ def test_lost_updates_follow_the_state() -> None:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"state_bits": 8, "min_8bit_size": 300},
+    {"state_bits": 4, "min_8bit_size": 300},
     {"state_bits": 16},
     {"state_bits": 8, "master_bits": 24, "min_8bit_size": 0},
     {"master_bits": 32},

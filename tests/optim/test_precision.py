@@ -4,7 +4,7 @@ import copy
 import io
 import math
 import pickle
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -107,10 +107,55 @@ def test_8_bit_codes_are_the_references(squared: bool, numel: int, isa: str) -> 
             expected, expected_scales = encode(values)
             assert same_bits(scales, expected_scales)
             assert torch.equal(codes, expected)
-            loaded = _C.optim_load_state(codes, scales)
+            loaded = _C.optim_load_state(codes, scales, values)
             assert same_bits(loaded, decode(codes, scales))
             assert torch.equal(loaded.isnan(), values.isnan())
             assert torch.equal(loaded[values.isinf()], values[values.isinf()])
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("numel", STATE_SIZES)
+def test_4_bit_codes_are_the_references(squared: bool, numel: int, isa: str) -> None:
+    encode = formats.encode_squared_4 if squared else formats.encode_signed_4
+    for exponent in (-160, -90, -30, 0, 30, 120):
+        for special in (False, True):
+            values = torch.ldexp(torch.randn(numel), torch.randint(-12, 2, (numel,)) + exponent)
+            values[::7] = 0
+            values = values.abs() if squared else values
+            if special:
+                values[numel // 2] = math.inf
+                values[numel // 3] = math.nan
+                values[0] = math.inf if squared else -math.inf
+            codes, scales = _C.optim_store_state(torch.empty(numel), values, torch.uint4 if squared else torch.int4)
+            expected, expected_scales = encode(values)
+            assert same_bits(scales, expected_scales)
+            assert torch.equal(codes, expected)
+            if numel < 256:
+                continue  # So few codes count as 8-bit ones, and parameters of that size have none.
+            loaded = _C.optim_load_state(codes, scales, values)
+            assert same_bits(loaded, formats.decode_4(codes, scales, numel))
+            assert torch.equal(loaded.isnan(), values.isnan())
+            assert torch.equal(loaded.isinf(), values.isinf())
+            assert torch.equal(loaded[values.isinf()], values[values.isinf()])
+            if not special and exponent >= -30:  # Smaller squares are subnormal.
+                again = _C.optim_store_state(values, loaded, torch.uint4 if squared else torch.int4)
+                assert torch.equal(again[0], codes)
+                assert torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_4_bit_codes_next_to_every_tie(squared: bool, isa: str) -> None:
+    codes = torch.arange(15.0 if squared else 7.0)
+    ties = (codes + 0.5) ** 2 if squared else (codes**3 + (codes + 1) ** 3) / 2
+    near = (ties.view(torch.int32)[:, None] + torch.arange(-8, 9, dtype=torch.int32)).view(torch.float32).flatten()
+    largest = 225.0 if squared else 343.0
+    blocks = torch.nn.functional.pad(near[near < largest], (0, -len(near[near < largest]) % 127)).reshape(-1, 127)
+    values = torch.cat([blocks, torch.full((len(blocks), 1), largest)], dim=1).flatten()  # the factor is 1
+    values = torch.cat([values, values]) if squared else torch.cat([values, -values])
+    squares = values.double().square().float() if squared else values
+    found, scales = _C.optim_store_state(values, squares, torch.uint4 if squared else torch.int4)
+    assert (scales == largest).all()
+    assert torch.equal(found, (formats.encode_squared_4 if squared else formats.encode_signed_4)(squares)[0])
 
 
 def test_8_bit_codes_next_to_every_tie(isa: str) -> None:
@@ -133,7 +178,8 @@ def test_8_bit_codes_next_to_every_tie(isa: str) -> None:
 def test_8_bit_errors_are_bounded(numbers: list[float], squared: bool) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
     values = values.abs() if squared else values
-    loaded = _C.optim_load_state(*_C.optim_store_state(values, values, torch.uint8 if squared else torch.int8))
+    stored = _C.optim_store_state(values, values, torch.uint8 if squared else torch.int8)
+    loaded = _C.optim_load_state(*stored, values)
     largest = formats.blocks(values).abs().amax(1).repeat_interleave(formats.BLOCK)[: len(values)].double()
     # Codes are equal steps of the root. A value is half a step off, and a small mean of squares up to a whole step.
     steps = 253 if squared else 126
@@ -214,14 +260,17 @@ def values_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
     for name, value in state.items():
         if name not in (*SCALAR_NAMES, *EXTRA_NAMES) and not name.endswith("_scales"):
             name = name.removesuffix("_codes")
-            values[name] = _C.optim_load_state(value, state.get(f"{name}_scales"))
+            values[name] = _C.optim_load_state(value, state.get(f"{name}_scales"), param)
     return values
 
 
-def kept(state: dict[str, Any], name: str) -> Tensor:
-    """Returns the tensor that holds the state in any format."""
-    found = state.get(f"{name}_codes")
-    return state[name] if found is None else found
+def mark(state: dict[str, Any], name: str) -> torch.dtype:
+    """Returns the dtype that marks the format of a state."""
+    codes = state.get(f"{name}_codes")
+    if codes is None:
+        return state[name].dtype
+    is_packed = _C.optim_is_packed(codes, state[f"{name}_scales"])
+    return {torch.int8: torch.int4, torch.uint8: torch.uint4}[codes.dtype] if is_packed else codes.dtype
 
 
 def stored(dtype: torch.dtype, extra: Tensor | None, values: Tensor) -> Tensor:
@@ -275,8 +324,8 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
                     else:
                         continue
                     reference.state[other].setdefault("step", torch.zeros(()))
-                    start = _C.optim_store_state(param, values, kept(optimizer.state[param], name).dtype)
-                    reference.state[other][name] = _C.optim_load_state(*start)
+                    start = _C.optim_store_state(param, values, mark(optimizer.state[param], name))
+                    reference.state[other][name] = _C.optim_load_state(*start, param)
         reference.step()
         for param, other in zip(params, own, strict=True):
             state, after = optimizer.state[param], values_of(optimizer, param)
@@ -295,10 +344,9 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
                 if name in SCALAR_NAMES:
                     assert torch.equal(value, state[name])
                     continue
-                dtype_kept = kept(state, name).dtype
-                assert same_bits(after[name], _C.optim_load_state(*_C.optim_store_state(param, value, dtype_kept))), (
-                    name
-                )
+                dtype_kept = mark(state, name)
+                again = _C.optim_load_state(*_C.optim_store_state(param, value, dtype_kept), param)
+                assert same_bits(after[name], again), name
                 is_small = param.dim() < 2 or param.numel() < 1000
                 bits = PRECISIONS[precision].get("state_bits")
                 wanted = {
@@ -306,9 +354,10 @@ def test_a_step_is_the_float32_step_between_load_and_store(case: str, precision:
                     32: [torch.float32],
                     16: [torch.bfloat16],
                     8: [torch.int8, torch.uint8],
+                    4: [torch.int4, torch.uint4],
                     "fp8": [torch.float8_e4m3fn, torch.float8_e5m2],
                 }[bits]
-                assert dtype_kept in ([torch.float32] if is_small and bits in (8, "fp8") else wanted)
+                assert dtype_kept in ([torch.float32] if is_small and bits in (8, 4, "fp8") else wanted)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), sorted({row[1:] for row in ROWS}, key=str))
@@ -392,10 +441,11 @@ def test_any_layout(precision: str, layout: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
     apart = (params[0].detach().float().reshape(128, 128) - params[1].detach().float()).abs()
-    is_exact = not {8, "fp8", "stochastic"} & set(PRECISIONS[precision].values())
+    is_exact = not {8, 4, "fp8", "stochastic"} & set(PRECISIONS[precision].values())
     assert apart.max() == 0 if is_exact else apart.max() < 0.1
     for name, value in optimizers[0].state[params[0]].items():
-        assert value.shape == params[0].shape or name == "step" or name.endswith("_scales")
+        is_packed = name.endswith("_codes") and PRECISIONS[precision].get("state_bits") == 4
+        assert value.shape == params[0].shape or name == "step" or name.endswith("_scales") or is_packed
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0, 3), st.sampled_from([0.9, 0.99, 0.999]), st.sampled_from([1e-8, 1e-16]))
@@ -543,6 +593,40 @@ def test_to_torch_and_back(master_bits: int | None) -> None:
     assert back.state[again[0]]["step"] == 4
 
 
+@pytest.mark.parametrize("shape", [(5, 3, 7, 9), (301, 17), (70_001,)])
+def test_4_bit_states_follow_the_memory_order(shape: tuple[int, ...]) -> None:
+    """Two codes share a byte of a vector, also where a parameter is not contiguous or its size is odd."""
+    layouts = [torch.contiguous_format] + [torch.channels_last] * (len(shape) == 4)
+    values = torch.randn(shape)
+    for layout in layouts:
+        param = values.clone(memory_format=layout).requires_grad_()
+        optimizer = optim.AdamW([param], state_bits=4, min_8bit_size=0)
+        param.grad = torch.randn(shape).clone(memory_format=layout)
+        optimizer.step()
+        state, found = optimizer.state[param], optimizer.float32_state(param)
+        assert state["exp_avg_codes"].shape == ((param.numel() + 1) // 2,)
+        assert state["exp_avg_scales"].shape == (-(-param.numel() // 128),)
+        assert found["exp_avg"].shape == param.shape
+        assert found["exp_avg"].stride() == param.stride()
+        apart = (found["exp_avg"] - 0.1 * param.grad).abs()
+        assert apart.max() <= 0.2 * (0.1 * param.grad).abs().max()
+        assert torch.equal(found["exp_avg"].sign().abs(), (apart < (0.1 * param.grad).abs()).float())
+        again = optim.AdamW([param], state_bits=4, min_8bit_size=0)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert all(same_bits(a, b) for a, b in zip(everything(again), everything(optimizer), strict=True))
+        edited = optim.AdamW([param], state_bits=4, min_8bit_size=0)  # from values in float32
+        edited.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        edited.state[param] = copy.deepcopy(found)
+        for one in (again, edited, optimizer):
+            before = param.detach().clone()
+            one.step()
+            if one is again:
+                stepped = param.detach().clone()
+            torch.testing.assert_close(param.detach(), stepped, rtol=0, atol=1e-6)
+            param.detach().copy_(before)
+        assert torch.equal(again.state[param]["exp_avg_codes"], edited.state[param]["exp_avg_codes"])
+
+
 def test_torchs_class_does_not_take_codes_for_values() -> None:
     params = make_params(torch.float32)
     optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=0)
@@ -553,10 +637,11 @@ def test_torchs_class_does_not_take_codes_for_values() -> None:
         torchs.step()
 
 
-@pytest.mark.parametrize("then", ["state_32", "state_16", "master_32_state_8", "kahan_state_8"])
-def test_options_may_change_between_steps(then: str) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("then", ["state_32", "state_16", "master_32_state_8", "kahan_state_8", "state_4"])
+def test_options_may_change_between_steps(then: str, bits: Literal[8, 4]) -> None:
     params = make_params(torch.bfloat16)
-    optimizer = optim.AdamW(params, state_bits=8, master_bits=24, min_8bit_size=0, lr=1e-3)
+    optimizer = optim.AdamW(params, state_bits=bits, master_bits=24, min_8bit_size=0, lr=1e-3)
     steps(optimizer, params)
     before = [values_of(optimizer, p) for p in params]
     group = optimizer.param_groups[0]
@@ -571,7 +656,8 @@ def test_options_may_change_between_steps(then: str) -> None:
         other = optim.AdamW(fresh, **PRECISIONS[then], min_8bit_size=0)
         steps(other, fresh, 1)
         assert optimizer.state[param].keys() == other.state[fresh[0]].keys()  # The old format's states are gone.
-        tolerance = {"state_16": 2**-8}.get(then, 2**-6)
+        # A 4-bit mean is half a step off at most, and a mean of squares as well: (15^4 - 14^4) / 2 of 15^4.
+        tolerance = {"state_16": 2**-8, "state_4": 2**-6 if bits == 4 else 0.2}.get(then, 2**-6)
         for name, value in values.items():
             scale = value.abs().max().item() if value.numel() else 0.0
             assert ((after[name] - value).abs() <= tolerance * scale + 1e-30).all(), name
@@ -674,8 +760,8 @@ def test_long_vectors_have_8_bit_states(numel: int, is_small: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"state_bits": 4}, "state_bits is 4, expected one of None, 32, 16, 8, 'fp8'"),
-        ({"state_bits": "fp4"}, "state_bits is 'fp4', expected one of None, 32, 16, 8, 'fp8'"),
+        ({"state_bits": 2}, "state_bits is 2, expected one of None, 32, 16, 8, 4, 'fp8'"),
+        ({"state_bits": "fp4"}, "state_bits is 'fp4', expected one of None, 32, 16, 8, 4, 'fp8'"),
         ({"master_bits": 16}, "master_bits is 16, expected one of None, 32, 24"),
         ({"rounding": "up"}, "rounding is 'up', expected one of 'nearest', 'stochastic', 'kahan'"),
         ({"min_8bit_size": -1}, "min_8bit_size is -1, expected a whole number"),

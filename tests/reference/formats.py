@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-BLOCK = 256
+BLOCK, BLOCK_4 = 256, 128  # values per scale of 8-bit and 4-bit codes
 
 
 def bits_of(values: Tensor) -> Tensor:
@@ -32,11 +32,11 @@ def split(values: Tensor, remainder_bits: int) -> tuple[Tensor, Tensor]:
     return torch.where(nan, (bits >> 16) | 0x40, halves), torch.where(nan, 0, remainders)
 
 
-def blocks(values: Tensor) -> Tensor:
+def blocks(values: Tensor, block: int = BLOCK) -> Tensor:
     """Returns one row per block; zeros fill the last one."""
     flat = values.flatten()
-    rows = -(-flat.numel() // BLOCK)
-    return torch.cat([flat, flat.new_zeros(rows * BLOCK - flat.numel())]).view(rows, BLOCK)
+    rows = -(-flat.numel() // block)
+    return torch.cat([flat, flat.new_zeros(rows * block - flat.numel())]).view(rows, block)
 
 
 def root(values: Tensor) -> Tensor:
@@ -88,6 +88,59 @@ def decode_squared(codes: Tensor, scales: Tensor) -> Tensor:
     roots = codes.float() * (scales.abs() * torch.tensor(1.0 / 253)).repeat_interleave(BLOCK)[: len(codes)]
     values = torch.where(codes == 254, torch.inf, roots * roots)
     return torch.where(codes == 255, torch.nan, values)
+
+
+def _with_room(scales: Tensor, special: Tensor, room: float) -> Tensor:
+    """Enlarges the scales of blocks that also have infinities or NaN, and marks them by a sign."""
+    return torch.where(special, -(scales * torch.tensor(room)).clamp(max=torch.finfo(torch.float32).max), scales)
+
+
+def _packed(codes: Tensor, count: int) -> Tensor:
+    """Packs the first codes, two per byte, the first of two in its lower half."""
+    codes = torch.cat([codes.flatten()[:count].long() & 15, torch.zeros(count % 2, dtype=torch.long)])
+    return codes[::2] | codes[1::2] << 4
+
+
+def encode_signed_4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns packed codes (int8) and scales: code n stands for n^3 / 343 of the scale."""
+    rows = blocks(values, BLOCK_4)
+    scales, special = _scales(rows)
+    scales = _with_room(torch.where(scales > 0, scales.clamp(min=2.0**-113), 0), special, 343 / 216)
+    factors = torch.where(scales != 0, torch.tensor(343.0) / scales.abs(), 0)
+    cubes = torch.arange(8.0) ** 3
+    codes = torch.bucketize(rows.abs() * factors[:, None], (cubes[1:] + cubes[:-1]) / 2, right=True)
+    codes = torch.where(rows.isinf(), 7, codes) * torch.where(rows < 0, -1, 1)
+    packed = _packed(torch.where(rows.isnan(), -8, codes), values.numel())
+    return packed.to(torch.uint8).view(torch.int8), scales
+
+
+def encode_squared_4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns packed codes (uint8) and scales: code n stands for n^2 / 225 of the scale, squared."""
+    rows = blocks(values, BLOCK_4)
+    largest, special = _scales(rows)
+    scales = _with_room(root(largest), special, 225 / 169)
+    factors = torch.where(scales != 0, torch.tensor(225.0) / scales.abs(), 0)
+    codes = root(root(rows) * factors[:, None]).round().clamp(min=1)
+    codes = torch.where(rows == 0, 0, codes)
+    codes = torch.where(rows.isinf(), 14, codes)
+    return _packed(torch.where(rows.isnan(), 15, codes), values.numel()).to(torch.uint8), scales
+
+
+def decode_4(packed: Tensor, scales: Tensor, count: int) -> Tensor:
+    """Returns the values of packed codes, signed ones if they are int8."""
+    bytes_ = packed.view(torch.uint8).long()
+    codes = torch.stack([bytes_ & 15, bytes_ >> 4], dim=1).flatten()[:count]
+    special = (scales.view(torch.int32) < 0).repeat_interleave(BLOCK_4)[:count]
+    of_elements = scales.abs().repeat_interleave(BLOCK_4)[:count]
+    if packed.dtype == torch.uint8:
+        roots = codes.float() * codes.float() * torch.tensor(1 / 225) * of_elements
+        values = torch.where(special & (codes == 14), torch.inf, roots * roots)
+        return torch.where(special & (codes == 15), torch.nan, values)
+    numbers = signed(codes, 4).float()
+    values = numbers * numbers * numbers * torch.tensor(1 / 343) * of_elements
+    infinite = torch.copysign(torch.tensor(torch.inf), numbers)
+    values = torch.where(special & (numbers.abs() == 7), infinite, values)
+    return torch.where(special & (numbers == -8), torch.nan, values)
 
 
 def accumulated(total: Tensor, micro: Tensor, bits: int) -> Tensor:

@@ -82,7 +82,9 @@ def of_try(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=_seconds, default=600.0, metavar="S", help="seconds of a run (default: 600)")
     parser.add_argument("--optim", action="store_true", help="also try drivetrain's optimizers")
     parser.add_argument("--shard", choices=["optimizer", "gradients"], help="also try to divide these among the ranks")
-    parser.add_argument("--state-bits", type=int, choices=[32, 16, 8], help="also try this format of optimizer states")
+    parser.add_argument(
+        "--state-bits", type=int, choices=[32, 16, 8, 4], help="also try this format of optimizer states"
+    )
     parser.add_argument("--master-bits", type=int, choices=[32, 24], help="also try this format of master weights")
     parser.add_argument("--budget", metavar="BYTES", help="also try this budget of activations, such as 60%% or 2GiB")
     parser.add_argument(
@@ -169,7 +171,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         "--accumulate", type=_count, default=1, metavar="N", help="micro-batches of a step (default: 1)"
     )
     parser.add_argument("--shard", choices=["optimizer", "gradients"], help="divide these among the ranks")
-    parser.add_argument("--state-bits", type=int, choices=[32, 16, 8], help="format of optimizer states")
+    parser.add_argument("--state-bits", type=int, choices=[32, 16, 8, 4], help="format of optimizer states")
     parser.add_argument("--master-bits", type=int, choices=[32, 24], help="format of master weights")
     parser.add_argument("--release", action="store_true", help="free each gradient in backward")
     parser.add_argument("--expandable", action="store_true", help="use expandable segments of CUDA's allocator")

@@ -91,7 +91,7 @@ class AdamWScheduleFree(FusedOptimizer):
         if not precision.has_state(state, "z"):
             return  # It has not been stepped, so that all points are one.
         local = dtensors.local_part(param)
-        z = precision.without_blocks(state)["z"]
+        z = precision.without_blocks(state, local)["z"]
         extra = _C.optim_param_extra(precision.of(group), local)
         value = _C.optim_load_param(local, state[extra[0]]) if extra is not None else local
         wide = torch.promote_types(value.dtype, torch.float32)

@@ -38,10 +38,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     Four arguments choose storage formats. Each may also be a key of a parameter group and may change between steps. The
     arithmetic stays in float32.
 
-    * state_bits: 32 (float32), 16 (bfloat16), 8 (codes) or "fp8" (e4m3, and e5m2 for means of squares). 8-bit values
-      share a float32 scale per block of 256. None keeps the parameter's dtype, as torch does, but float32 for
-      float16 parameters with a master or a `rounding`. Vectors of at most 65,536 elements and parameters of fewer than
-      `min_8bit_size` elements keep float32 instead of 8 bits.
+    * state_bits: 32 (float32), 16 (bfloat16), 8 or 4 (codes) or "fp8" (e4m3, and e5m2 for means of squares). 8-bit
+      values share a float32 scale per block of 256, and 4-bit values per 128. Two 4-bit values share a byte of a vector
+      in memory order. None keeps the parameter's dtype, as torch does, but float32 for float16 parameters with a master
+      or a `rounding`. Vectors of at most 65,536 elements and parameters of fewer than `min_8bit_size` elements keep
+      float32 instead of 8 or 4 bits. 4 bits also need 256 elements.
     * master_bits: Keeps 32 or 24 bits of 16-bit parameters; None keeps their 16 bits. The state keeps the remainder of
       a bfloat16 parameter in `param_remainder`: int16, which loses nothing, or int8. A float16 parameter is a copy of a
       float32 tensor in the state, `param_master`; it supports only 32.
@@ -57,7 +58,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     that is a tensor on the device.
 
     Each rank steps its own part of DTensor parameters, with the bits of a step of the whole parameter. States are
-    DTensors with the parameter's placements. Three things depend on the part: the blocks of 8-bit states, which are
+    DTensors with the parameter's placements. Three things depend on the part: the blocks of coded states, which are
     plain tensors in `state`; `min_8bit_size`; and the element's index in stochastic rounding. `max_grad_norm` clips the
     norm over all ranks' parts and counts each distinct part once. The step redistributes gradients of other placements
     in `.grad`. Under DistributedDataParallel(shard=...) each rank steps its rows of plain parameters in the same way.
@@ -221,8 +222,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict as torch does; groups with drivetrain's options also hold the version of its formats.
 
-        8-bit states of DTensors are float32 DTensors in it, because their blocks belong to one rank's part and another
-        number of ranks has other parts. After loading, the next step converts them to 8 bits again, to the same codes
+        Coded states of DTensors are float32 DTensors in it, because their blocks belong to one rank's part and another
+        number of ranks has other parts. After loading, the next step converts them to codes again, to the same codes
         where the parts are the same.
         """
         return state_dicts.save(Engine(self), super().state_dict)
@@ -247,7 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state_dicts.float32_value(Engine(self), param)
 
     def float32_state(self, param: Tensor) -> dict[str, Any]:
-        """Returns a new dict with a parameter's state, in which 8-bit entries are float32 tensors of its shape.
+        """Returns a new dict with a parameter's state, in which coded entries are float32 tensors of its shape.
 
         Code that appends, cuts or permutes a parameter's rows may edit the tensors of its shape, and keep the dict as
         `optimizer.state[param]`. The next step converts it to the group's storage format. Other entries are as in the
@@ -256,7 +257,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             KeyError: The parameter is not this optimizer's.
-            TypeError: An entry for 8-bit codes holds something else.
+            TypeError: An entry for codes holds something else.
         """
         return state_dicts.float32_state(Engine(self), param)
 

@@ -51,11 +51,11 @@ _COMMON = {
     ),
     "zero_grads_in_step": "Leaves zeros in every `.grad` after the step.",
     "state_bits": (
-        'Stores states as float32 (32), bfloat16 (16), 8-bit codes (8) or float8 ("fp8"). None keeps the dtype that '
-        "torch uses."
+        'Stores states as float32 (32), bfloat16 (16), codes of 8 or 4 bits (8, 4) or float8 ("fp8"). None keeps the '
+        "dtype that torch uses."
     ),
     "master_bits": "Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.",
-    "min_8bit_size": "Keeps states of parameters with fewer elements in float32 where states have 8 bits.",
+    "min_8bit_size": "Keeps states of parameters with fewer elements in float32 where states have 8 or 4 bits.",
     "rounding": 'Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".',
 }
 _AS_TORCHS = "{0}: torch.optim.{0} with a native step over all parameters; arguments, state and results are torch's."

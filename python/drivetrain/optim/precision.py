@@ -9,9 +9,9 @@ from torch import Tensor
 from .. import _C
 
 Group = dict[str, Any]
-StateBits = Literal[32, 16, 8, "fp8"]
+StateBits = Literal[32, 16, 8, 4, "fp8"]
 
-# The dtypes of 8-bit codes, of all kinds of states.
+# The dtypes of codes, of all kinds of states.
 _BLOCK_DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 EXTRA_NAMES = _C.optim_extra_names()
 # Entries of a parameter's state that are tensors of one element: its step counter, and the scalars of some rules.
@@ -23,7 +23,7 @@ VERSION = 1
 VERSION_NAME = "storage_version"
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "state_bits": (None, 32, 16, 8, "fp8"),
+    "state_bits": (None, 32, 16, 8, 4, "fp8"),
     "master_bits": (None, 32, 24),
     "rounding": ("nearest", "stochastic", "kahan"),
 }
@@ -89,7 +89,7 @@ def make_state(
         True if there was no such entry in any format.
 
     Raises:
-        ValueError: An 8-bit entry lacks its scales.
+        ValueError: An entry with codes lacks its scales.
     """
     sizes = _C.optim_state_shape(param, kind)
     if sizes is None:
@@ -106,7 +106,8 @@ def make_state(
     else:
         if where == codes:
             check_codes(found, _C.optim_block_dtypes(kind), f"{label}: its state {codes!r}")
-        if not isinstance(found, Tensor) or list(found.shape) != sizes or found.device != param.device:
+        is_whole = isinstance(found, Tensor) and (list(found.shape) == sizes or is_packed(found, state.get(scales)))
+        if not is_whole or found.device != param.device:
             return False  # The step raises for it.
         if _C.optim_is_state_as(param, found, state.get(scales), dtype):
             return False
@@ -114,10 +115,10 @@ def make_state(
             stored, stored_scales = conversions.converted_state(param, found, state.get(scales), dtype or param.dtype)
         except ValueError as error:
             raise ValueError(f"{label}: its state {where!r}: {error}") from error
-    is_8bit = stored_scales is not None
+    is_coded = stored_scales is not None
     _write(
         state,
-        {name: None, codes: stored, scales: stored_scales} if is_8bit else {name: stored, codes: None, scales: None},
+        {name: None, codes: stored, scales: stored_scales} if is_coded else {name: stored, codes: None, scales: None},
     )
     return found is None
 
@@ -132,11 +133,11 @@ def _write(state: dict[str, Any], entries: dict[str, Tensor | None]) -> None:
 
 
 def check_codes(found: Any, dtypes: Collection[torch.dtype], what: str) -> None:
-    """Raises TypeError if a state's 8-bit codes are none, as after torch.cat() of codes and values."""
+    """Raises TypeError if a state's codes are none, as after torch.cat() of codes and values."""
     if isinstance(found, Tensor) and found.dtype not in dtypes:
         expected = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise TypeError(
-            f"{what} is {found.dtype}, expected 8-bit codes ({expected}): edit the values that "
+            f"{what} is {found.dtype}, expected codes ({expected}): edit the values that "
             "optimizer.float32_state(param) returns, and keep the result as optimizer.state[param]."
         )
 
@@ -172,18 +173,26 @@ def make_extra(
 
 
 def is_of_blocks(name: str) -> bool:
-    """Returns whether a state's entry holds 8-bit codes or their scales."""
+    """Returns whether a state's entry holds codes or their scales."""
     return name.endswith(("_codes", "_scales"))
 
 
-def without_blocks(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state with its 8-bit entries as float32 tensors under their plain names."""
+def is_packed(codes: Tensor, scales: Any) -> bool:
+    """Returns whether an entry holds 4-bit codes: two of them in each byte of a vector, in memory order."""
+    return isinstance(scales, Tensor) and _C.optim_is_packed(codes, scales)
+
+
+def without_blocks(state: dict[str, Any], param: Tensor | None = None) -> dict[str, Any]:
+    """Returns a state with its coded entries as float32 tensors under their plain names.
+
+    4-bit entries get the shape of `param`, or are vectors in memory order without it.
+    """
     result = {}
     for name, value in state.items():
         if name.endswith("_codes"):
             check_codes(value, _BLOCK_DTYPES, f"the state {name!r}")
             name = name.removesuffix("_codes")
-            value = _C.optim_load_state(value, state.get(f"{name}_scales"))
+            value = _C.optim_load_state(value, state.get(f"{name}_scales"), param)
         if not name.endswith("_scales"):
             result[name] = value
     return result
@@ -196,4 +205,6 @@ def plain(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
         is_values = isinstance(value, Tensor) and name not in SCALAR_NAMES and value.is_floating_point()
         return value.float() if is_values and value.dtype != param.dtype else value
 
-    return {name: converted(name, value) for name, value in without_blocks(state).items() if name not in EXTRA_NAMES}
+    return {
+        name: converted(name, value) for name, value in without_blocks(state, param).items() if name not in EXTRA_NAMES
+    }

@@ -92,7 +92,7 @@ class Report:
 
 
 def lines_about_kept(kept_32_bits: dict[str, int]) -> list[str]:
-    """Returns a line about the parameters whose states keep 32 bits under state_bits=8; none if there are none."""
+    """Returns a line about the parameters whose states keep 32 bits under state_bits=8 or 4; none if there are none."""
     if not kept_32_bits:
         return []
     largest = sorted(kept_32_bits, key=lambda name: -kept_32_bits[name])
@@ -157,8 +157,9 @@ def states_of_step(engine: Engine, param: Tensor, group: Group) -> dict[str, int
             continue
         numel, dtype = math.prod(shape), _C.optim_state_dtype(asked, param, kind)
         if dtype is not None and dtype.itemsize == 1:
-            sizes[f"{name}_codes"] = numel
-            sizes[f"{name}_scales"] = 4 * -(-numel // _C.optim_block_size())
+            is_packed = dtype not in _C.optim_block_dtypes(kind)
+            sizes[f"{name}_codes"] = -(-numel // 2) if is_packed else numel
+            sizes[f"{name}_scales"] = 4 * -(-numel // (_C.optim_block_size() // (2 if is_packed else 1)))
         else:
             sizes[name] = numel * (dtype or param.dtype).itemsize
     if (extra := _C.optim_param_extra(asked, param)) is not None:

@@ -205,11 +205,12 @@ def float32_value(engine: Engine, param: Tensor) -> Tensor:
 
 
 def float32_state(engine: Engine, param: Tensor) -> dict[str, Any]:
-    """Returns a new dict with a parameter's state, in which 8-bit entries are float32 tensors of its shape."""
+    """Returns a new dict with a parameter's state, in which coded entries are float32 tensors of its shape."""
     _group_of(engine, param)
     with pieces.in_place(engine.optimizer):
         param = pieces.part_or_itself(param)
-        return precision.without_blocks(dtensors.portable(param, engine.optimizer.state.get(param, {})))
+        values = dtensors.portable(param, engine.optimizer.state.get(param, {}))
+        return precision.without_blocks(values, dtensors.local_part(param))
 
 
 def _group_of(engine: Engine, param: Tensor) -> Group:

@@ -36,7 +36,7 @@ def state_bytes(
 
 
 def kept_32_bits(parameters: list[ParameterInfo]) -> dict[str, int]:
-    """Returns the elements of each trainable parameter that is too small for 8-bit states, by its name."""
+    """Returns the elements of each trainable parameter that is too small for states in blocks, by its name."""
     asked = precision.of({"state_bits": 8})
     return {
         parameter.name: math.prod(parameter.shape)

@@ -62,7 +62,7 @@ def plan(
         batch: Samples of a micro-batch, for samples per second; given to step_fn if it takes it.
         length: Length of a sequence; given to step_fn if it takes it.
         optimizer: A class of drivetrain.optim whose states and step count, for a step_fn that does not step.
-        state_bits: Format of the optimizer's states in place of the traced ones: 32, 16 or 8.
+        state_bits: Format of the optimizer's states in place of the traced ones: 32, 16, 8 or 4.
         master_bits: Format of master weights of 16-bit parameters: 32 or 24.
         budget: The most bytes of activations kept for backward, such as "20GiB" or "50%" of the device's memory.
         accumulate: Micro-batches of a step.

@@ -269,7 +269,7 @@ class Plan:
             )
         if self.trace.period:
             lines.append(f"a step: {self.trace.period}")
-        if options.state_bits == 8:
+        if options.state_bits in (8, 4):
             lines += lines_about_kept(kept_32_bits(self.trace.parameters))
         return [*lines, *self.trace.notes]
 

@@ -273,7 +273,7 @@ def local_values(param: Tensor, values: dict[str, Any]) -> dict[str, Any]:
 def shared_value(param: "DTensor", name: str, value: Any) -> Any:
     """Returns a state entry as a DTensor if it has one value per element.
 
-    Blocks of 8-bit codes belong to this rank's part and have no meaning on another rank.
+    Blocks of codes belong to this rank's part and have no meaning on another rank.
     """
     if not isinstance(value, Tensor) or name in precision.SCALAR_NAMES or precision.is_of_blocks(name):
         return value
@@ -290,14 +290,14 @@ def rows_of(value: "DTensor") -> "Rows":
 
 
 def portable(param: Tensor | None, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a parameter's state for any number of ranks: 8-bit entries of a DTensor become float32 DTensors.
+    """Returns a parameter's state for any number of ranks: coded entries of a DTensor become float32 DTensors.
 
     16-bit integers become Rows, which ranks can gather.
     """
     if param is None or not is_dtensor(param):
         return values
     result = {}
-    for name, value in precision.without_blocks(values).items():
+    for name, value in precision.without_blocks(values, local_part(param)).items():
         if name not in values:  # It was in blocks.
             value = shared_value(param, name, value)
         result[name] = rows_of(value) if is_dtensor(value) and value.dtype == torch.int16 else value

@@ -112,12 +112,17 @@ class Piece:
         return self.rows_of(value).clone() if self._is_whole(name, value) else value  # a view would keep the whole
 
     def shared_state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns a parameter's states, rows as DTensors of all rows. 8-bit blocks of all rows become float32."""
+        """Returns a parameter's states, rows as DTensors of all rows. Blocks of all rows become float32."""
         num_elements = self.part.numel()
+
+        def is_of_all_rows(name: str, codes: Tensor) -> bool:
+            is_packed = precision.is_packed(codes, values.get(f"{name.removesuffix('_codes')}_scales"))
+            return codes.numel() == ((num_elements + 1) // 2 if is_packed else num_elements)
+
         if self.local.numel() != num_elements and any(
-            name.endswith("_codes") and value.numel() == num_elements for name, value in values.items()
+            name.endswith("_codes") and is_of_all_rows(name, value) for name, value in values.items()
         ):
-            values = precision.without_blocks(values)
+            values = precision.without_blocks(values, torch.empty(self.part.shape, device="meta"))
         return {
             name: self.distributed(self.local_state(name, value)) if self._is_whole(name, value) else value
             for name, value in values.items()

@@ -101,46 +101,33 @@ inline __m512i codes_of(const float* from, __m512 factor, SquaredFloat8) {
   return _mm512_max_epi32(numbers, _mm512_maskz_set1_epi32(is_positive, 1));
 }
 
-// The codes of steps in a range of half a power of two, from 0.5 on: no range has the least steps of two codes.
-struct Signed4Ranges {
-  static constexpr int kFirst = 252;  // the leading bits of 0.5, up to the first one of its mantissa
-  alignas(64) int32_t code[32];       // the smaller code
-  alignas(64) float least[32];        // steps from which the next code is nearer
-};
-constexpr Signed4Ranges kSigned4Ranges = [] {
-  Signed4Ranges ranges = {};
-  float begin = 0.5f;
-  for (int range = 0; range < 32; ++range) {
-    const float end = range % 2 == 0 ? begin * 1.5f : begin * 4 / 3;
-    int code = 0;
-    while (code < 7 && Signed4::least(code + 1) < begin) ++code;
-    ranges.least[range] = code < 7 ? std::min(Signed4::least(code + 1), end) : end;
-    ranges.code[range] = code;
-    begin = end;
-  }
-  return ranges;
-}();
+// Returns drawn_from() of the values.
+inline __m512 drawn_from(__m512 values) {
+  const __m512i bits = _mm512_mullo_epi32(_mm512_castps_si512(values), _mm512_set1_epi32(static_cast<int>(kDrawing)));
+  const __m512 number = _mm512_cvtepi32_ps(_mm512_srli_epi32(bits, 22));
+  return (number + _mm512_set1_ps(0.5f)) * _mm512_set1_ps(0x1p-10f);
+}
 
 inline __m512i codes_of(const float* from, __m512 factor, Signed4) {
-  const __m512i sign = _mm512_set1_epi32(INT32_MIN), bits = _mm512_loadu_si512(from);
-  const __m512 steps = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_andnot_si512(sign, bits)), factor);
-  const __m512i leading = _mm512_srli_epi32(_mm512_castps_si512(steps), 22);
-  const __m512i range = _mm512_sub_epi32(_mm512_max_epi32(leading, _mm512_set1_epi32(Signed4Ranges::kFirst)),
-                                         _mm512_set1_epi32(Signed4Ranges::kFirst));
-  const __m512 least =
-      _mm512_permutex2var_ps(_mm512_load_ps(kSigned4Ranges.least), range, _mm512_load_ps(kSigned4Ranges.least + 16));
-  const __m512i smaller = _mm512_permutex2var_epi32(_mm512_load_si512(kSigned4Ranges.code), range,
-                                                    _mm512_load_si512(kSigned4Ranges.code + 16));
-  const __mmask16 reaches = _mm512_cmp_ps_mask(steps, least, _CMP_GE_OQ);
-  const __m512i codes = _mm512_mask_add_epi32(smaller, reaches, smaller, _mm512_set1_epi32(1));
-  return _mm512_mask_sub_epi32(codes, _mm512_movepi32_mask(bits), _mm512_setzero_si512(), codes);
+  const __m512 values = _mm512_loadu_ps(from), steps = _mm512_abs_ps(values) * factor, drawn = drawn_from(values);
+  __m512i codes = _mm512_setzero_si512();
+  for (int code = 1; code <= 7; ++code) {
+    const float lower = Signed4::cube(code - 1), gap = Signed4::cube(code) - lower;
+    const __m512 least = _mm512_set1_ps(lower) + drawn * _mm512_set1_ps(gap);
+    codes = _mm512_mask_add_epi32(codes, _mm512_cmp_ps_mask(steps, least, _CMP_GE_OQ), codes, _mm512_set1_epi32(1));
+  }
+  const __mmask16 is_negative = _mm512_movepi32_mask(_mm512_castps_si512(values));
+  return _mm512_mask_sub_epi32(codes, is_negative, _mm512_setzero_si512(), codes);
 }
 
 inline __m512i codes_of(const float* from, __m512 factor, Squared4) {
-  const __m512 roots = _mm512_loadu_ps(from);
-  const __mmask16 is_positive = _mm512_cmp_ps_mask(roots, _mm512_setzero_ps(), _CMP_GT_OQ);
-  const __m512 least = _mm512_maskz_mov_ps(is_positive, _mm512_set1_ps(1));
-  return _mm512_cvtps_epi32(_mm512_max_ps(root_of_code(_mm512_mul_ps(roots, factor)), least));
+  const __m512 roots = _mm512_loadu_ps(from), steps = roots * factor;
+  const __m512i code = _mm512_cvttps_epi32(root_of_code(steps));
+  const __m512 number = _mm512_cvtepi32_ps(code);
+  const __m512 least = number * number + drawn_from(roots) * (number + number + _mm512_set1_ps(1));
+  const __mmask16 is_upper = _mm512_cmp_ps_mask(steps, least, _CMP_GE_OQ);
+  const __m512i rounded = _mm512_mask_add_epi32(code, is_upper, code, _mm512_set1_epi32(1));
+  return _mm512_max_epi32(rounded, _mm512_min_epi32(_mm512_castps_si512(roots), _mm512_set1_epi32(1)));
 }
 
 template <class Kind>
@@ -276,22 +263,33 @@ inline __m256i codes_of(const float* from, __m256 factor, SquaredFloat8) {
   return _mm256_max_epi32(numbers, _mm256_srli_epi32(_mm256_castps_si256(is_positive), 31));
 }
 
+// Returns drawn_from() of the values.
+inline __m256 drawn_from(__m256 values) {
+  const __m256i bits = _mm256_mullo_epi32(_mm256_castps_si256(values), _mm256_set1_epi32(static_cast<int>(kDrawing)));
+  const __m256 number = _mm256_cvtepi32_ps(_mm256_srli_epi32(bits, 22));
+  return (number + _mm256_set1_ps(0.5f)) * _mm256_set1_ps(0x1p-10f);
+}
+
 inline __m256i codes_of(const float* from, __m256 factor, Signed4) {
-  const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN)), values = _mm256_loadu_ps(from);
-  const __m256 steps = _mm256_mul_ps(_mm256_andnot_ps(sign, values), factor);
+  const __m256 values = _mm256_loadu_ps(from), drawn = drawn_from(values);
+  const __m256 steps = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values) * factor;
   __m256i codes = _mm256_setzero_si256();
   for (int code = 1; code <= 7; ++code) {
-    const __m256 reaches = _mm256_cmp_ps(steps, _mm256_set1_ps(Signed4::least(code)), _CMP_GE_OQ);
-    codes = _mm256_sub_epi32(codes, _mm256_castps_si256(reaches));
+    const float lower = Signed4::cube(code - 1), gap = Signed4::cube(code) - lower;
+    const __m256 least = _mm256_set1_ps(lower) + drawn * _mm256_set1_ps(gap);
+    codes = _mm256_sub_epi32(codes, _mm256_castps_si256(_mm256_cmp_ps(steps, least, _CMP_GE_OQ)));
   }
   return _mm256_sign_epi32(codes, _mm256_or_si256(_mm256_castps_si256(values), _mm256_set1_epi32(1)));
 }
 
 inline __m256i codes_of(const float* from, __m256 factor, Squared4) {
-  const __m256 roots = _mm256_loadu_ps(from);
-  const __m256 is_positive = _mm256_cmp_ps(roots, _mm256_setzero_ps(), _CMP_GT_OQ);
-  const __m256 least = _mm256_and_ps(is_positive, _mm256_set1_ps(1));
-  return _mm256_cvtps_epi32(_mm256_max_ps(root_of_code(_mm256_mul_ps(roots, factor)), least));
+  const __m256 roots = _mm256_loadu_ps(from), steps = roots * factor;
+  const __m256i code = _mm256_cvttps_epi32(root_of_code(steps));
+  const __m256 number = _mm256_cvtepi32_ps(code);
+  const __m256 least = number * number + drawn_from(roots) * (number + number + _mm256_set1_ps(1));
+  const __m256i is_upper = _mm256_castps_si256(_mm256_cmp_ps(steps, least, _CMP_GE_OQ));
+  const __m256i least_code = _mm256_min_epi32(_mm256_castps_si256(roots), _mm256_set1_epi32(1));
+  return _mm256_max_epi32(_mm256_sub_epi32(code, is_upper), least_code);
 }
 
 template <class Kind>

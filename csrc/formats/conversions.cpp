@@ -127,10 +127,10 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> Conversions::converted_state(c
   const at::ScalarType found = marked_dtype(state, scales ? &*scales : nullptr);
   const bool has_its_shape = is_packed(found) || state.sizes().equals(param.sizes());
   const bool is_wide = c10::toRealValueType(dtype) == at::kDouble || c10::toRealValueType(found) == at::kDouble;
-  const at::Tensor order = empty_as_walked(param.detach().to(at::kMeta), at::kFloat);
+  const at::Tensor order = empty_as_walked(param.detach(), at::kFloat, at::kMeta);
   at::Tensor values = state.detach();
-  const bool reads_codes = is_block_dtype(found) && !is_packed(found) && !is_packed(dtype) && has_its_shape &&
-                           !is_wide && is_walked_alike(values, order);
+  const bool reads_codes =
+      is_block_dtype(found) && has_its_shape && !is_wide && (is_packed(found) || is_walked_alike(values, order));
   if (is_block_dtype(found) && !reads_codes) values = load_state(values, scales, param);
   if (!has_its_shape) return {values.to(dtype).contiguous(), std::nullopt};
   const at::Tensor result = empty_state(param.detach(), dtype);
@@ -140,7 +140,9 @@ std::tuple<at::Tensor, std::optional<at::Tensor>> Conversions::converted_state(c
   }
   Stored from = {values, state_format(is_wide ? at::kFloat : values.scalar_type())};
   if (reads_codes) {
-    check_scales(values, scales);
+    check_scales(values, scales, param);
+    from.values = is_packed(found) ? values.contiguous() : values;
+    from.format = state_format(found);
     from.extra = scales->detach().to(values.device()).contiguous();
   } else if (is_wide || !is_walked_alike(values, order)) {
     const at::TensorOptions staged = result.options().dtype(is_wide ? at::kFloat : values.scalar_type());
@@ -243,7 +245,13 @@ void Conversions::run_on_cuda(const std::vector<Conversion>& jobs, int64_t num_c
   convert_cuda(static_cast<const Conversion*>(table.data_ptr()), static_cast<int32_t>(jobs.size()), num_chunks, stream);
 }
 
-void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scales) {
+void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scales,
+                  const std::optional<at::Tensor>& param) {
+  if (is_packed(marked_dtype(state, scales ? &*scales : nullptr))) {
+    if (!param || state.numel() == (param->numel() + 1) / 2) return;
+    throw UserError(text("a 4-bit state of ", state.numel(), " bytes is not for a parameter of shape ", param->sizes(),
+                         ", which needs ", (param->numel() + 1) / 2, "."));
+  }
   if (scales && scales->scalar_type() == at::kFloat && scales->numel() == num_blocks(state.numel())) return;
   throw UserError(text("an 8-bit state of shape ", state.sizes(), " needs ", num_blocks(state.numel()),
                        " float32 scales, one per block of ", kBlock, "; ",
@@ -254,11 +262,7 @@ at::Tensor load_state(const at::Tensor& state, const std::optional<at::Tensor>& 
                       const std::optional<at::Tensor>& param) {
   if (!is_block_dtype(state.scalar_type())) return state.detach().to(at::kFloat);
   const at::ScalarType found = marked_dtype(state, scales ? &*scales : nullptr);
-  if (!is_packed(found)) check_scales(state, scales);
-  if (is_packed(found) && param && state.numel() != (param->numel() + 1) / 2) {
-    throw UserError(text("a 4-bit state of ", state.numel(), " bytes is not for a parameter of shape ", param->sizes(),
-                         ", which needs ", (param->numel() + 1) / 2, "."));
-  }
+  check_scales(state, scales, param);
   const at::Tensor codes = is_packed(found) || !is_walkable(state) ? state.detach().contiguous() : state.detach();
   const at::Tensor values = !is_packed(found) ? empty_as_walked(codes, at::kFloat)
                             : param           ? empty_as_walked(param->detach(), at::kFloat, codes.device())

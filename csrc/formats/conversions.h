@@ -70,8 +70,9 @@ class Conversions {
   std::vector<WriteBack> write_backs_;
 };
 
-// Throws UserError unless the scales fit this 8-bit state.
-void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scales);
+// Throws UserError unless the scales fit this state, and the state the parameter if a byte has two values.
+void check_scales(const at::Tensor& state, const std::optional<at::Tensor>& scales,
+                  const std::optional<at::Tensor>& param);
 
 // Return the values of a state and of a parameter, including its companion, as float32. They have the state's shape and
 // strides. Where a byte has two values they are shaped as `param`, or a vector in memory order without it.

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 import pickle
 from typing import Any, Literal
@@ -144,18 +145,37 @@ def test_4_bit_codes_are_the_references(squared: bool, numel: int, isa: str) -> 
 
 
 @pytest.mark.parametrize("squared", [False, True])
-def test_4_bit_codes_next_to_every_tie(squared: bool, isa: str) -> None:
-    codes = torch.arange(15.0 if squared else 7.0)
-    ties = (codes + 0.5) ** 2 if squared else (codes**3 + (codes + 1) ** 3) / 2
-    near = (ties.view(torch.int32)[:, None] + torch.arange(-8, 9, dtype=torch.int32)).view(torch.float32).flatten()
-    largest = 225.0 if squared else 343.0
-    blocks = torch.nn.functional.pad(near[near < largest], (0, -len(near[near < largest]) % 127)).reshape(-1, 127)
-    values = torch.cat([blocks, torch.full((len(blocks), 1), largest)], dim=1).flatten()  # the factor is 1
-    values = torch.cat([values, values]) if squared else torch.cat([values, -values])
-    squares = values.double().square().float() if squared else values
-    found, scales = _C.optim_store_state(values, squares, torch.uint4 if squared else torch.int4)
-    assert (scales == largest).all()
-    assert torch.equal(found, (formats.encode_squared_4 if squared else formats.encode_signed_4)(squares)[0])
+def test_4_bit_codes_next_to_every_level(squared: bool, isa: str) -> None:
+    """A value next to a level has its code, whatever is drawn; vector code finds lower codes by estimated roots."""
+    codes = torch.arange(1.0, 16.0 if squared else 8.0)
+    levels = codes**2 if squared else codes**3
+    values = (levels.view(torch.int32)[:, None] + torch.arange(-8, 9, dtype=torch.int32)).view(torch.float32)
+    values = values.clamp(max=levels[-1].item())  # the factor is 1
+    values = torch.cat([values, levels[-1].expand(len(levels), 128 - values.shape[1])], dim=1).flatten()
+    values = values if squared else torch.cat([values, -values])
+    stored, scales = _C.optim_store_state(
+        values, values.double().square().float() if squared else values, torch.uint4 if squared else torch.int4
+    )
+    assert (scales == levels[-1]).all()
+    found = torch.stack([stored.view(torch.uint8) & 15, stored.view(torch.uint8) >> 4], 1).view(-1, 128)[:, :17].int()
+    expected = codes.int()[:, None].expand(-1, 17)
+    assert torch.equal(found[: len(codes)], expected)
+    assert squared or torch.equal(found[len(codes) :], 16 - expected)
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_4_bit_rounding_has_no_bias(squared: bool, isa: str) -> None:
+    """A mean whose changes are below half a step would stay as it is under rounding to the nearest code."""
+    values = torch.rand(1 << 18) * torch.rand(1 << 18)
+    roots = values.clamp(min=1 / 225)  # smaller ones keep a code
+    stored = _C.optim_store_state(values, roots.square() if squared else values, torch.uint4 if squared else torch.int4)
+    loaded = _C.optim_load_state(*stored, values)
+    found, wanted = (loaded.sqrt(), roots) if squared else (loaded, values)
+    for low, high in itertools.pairwise((0.01, 0.05, 0.2, 0.5, 0.9)):
+        part = (wanted > low) & (wanted < high)
+        spread = (found - wanted)[part].std() / part.sum().sqrt()
+        assert (found - wanted)[part].mean().abs() < 5 * spread
+        assert (found - wanted)[part].abs().max() > 0.01 * low
 
 
 def test_8_bit_codes_next_to_every_tie(isa: str) -> None:
@@ -609,8 +629,8 @@ def test_4_bit_states_follow_the_memory_order(shape: tuple[int, ...]) -> None:
         assert found["exp_avg"].shape == param.shape
         assert found["exp_avg"].stride() == param.stride()
         apart = (found["exp_avg"] - 0.1 * param.grad).abs()
-        assert apart.max() <= 0.2 * (0.1 * param.grad).abs().max()
-        assert torch.equal(found["exp_avg"].sign().abs(), (apart < (0.1 * param.grad).abs()).float())
+        assert apart.max() <= 0.4 * (0.1 * param.grad).abs().max()  # a step
+        assert apart.mean() <= 0.1 * (0.1 * param.grad).abs().max()
         again = optim.AdamW([param], state_bits=4, min_8bit_size=0)
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert all(same_bits(a, b) for a, b in zip(everything(again), everything(optimizer), strict=True))
@@ -656,8 +676,8 @@ def test_options_may_change_between_steps(then: str, bits: Literal[8, 4]) -> Non
         other = optim.AdamW(fresh, **PRECISIONS[then], min_8bit_size=0)
         steps(other, fresh, 1)
         assert optimizer.state[param].keys() == other.state[fresh[0]].keys()  # The old format's states are gone.
-        # A 4-bit mean is half a step off at most, and a mean of squares as well: (15^4 - 14^4) / 2 of 15^4.
-        tolerance = {"state_16": 2**-8, "state_4": 2**-6 if bits == 4 else 0.2}.get(then, 2**-6)
+        # A 4-bit mean is a step off at most, (343 - 216) / 343, and a mean of squares as well.
+        tolerance = {"state_16": 2**-8, "state_4": 2**-6 if bits == 4 else 0.4}.get(then, 2**-6)
         for name, value in values.items():
             scale = value.abs().max().item() if value.numel() else 0.0
             assert ((after[name] - value).abs() <= tolerance * scale + 1e-30).all(), name

@@ -101,14 +101,21 @@ def _packed(codes: Tensor, count: int) -> Tensor:
     return codes[::2] | codes[1::2] << 4
 
 
+def _drawn(values: Tensor) -> Tensor:
+    """Returns the number that rounds each value up where the distance from its lower code is larger."""
+    return ((bits_of(values) * 0x9E3779B1 & 0xFFFFFFFF) >> 22).add(0.5).float() / 1024
+
+
 def encode_signed_4(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns packed codes (int8) and scales: code n stands for n^3 / 343 of the scale."""
     rows = blocks(values, BLOCK_4)
     scales, special = _scales(rows)
     scales = _with_room(torch.where(scales > 0, scales.clamp(min=2.0**-113), 0), special, 343 / 216)
     factors = torch.where(scales != 0, torch.tensor(343.0) / scales.abs(), 0)
-    cubes = torch.arange(8.0) ** 3
-    codes = torch.bucketize(rows.abs() * factors[:, None], (cubes[1:] + cubes[:-1]) / 2, right=True)
+    cubes = torch.arange(9.0) ** 3
+    steps = rows.abs() * factors[:, None]
+    lower = torch.bucketize(steps, cubes[1:8], right=True)
+    codes = lower + (steps >= cubes[lower] + _drawn(rows) * (cubes[lower + 1] - cubes[lower])).int().where(lower < 7, 0)
     codes = torch.where(rows.isinf(), 7, codes) * torch.where(rows < 0, -1, 1)
     packed = _packed(torch.where(rows.isnan(), -8, codes), values.numel())
     return packed.to(torch.uint8).view(torch.int8), scales
@@ -120,8 +127,10 @@ def encode_squared_4(values: Tensor) -> tuple[Tensor, Tensor]:
     largest, special = _scales(rows)
     scales = _with_room(root(largest), special, 225 / 169)
     factors = torch.where(scales != 0, torch.tensor(225.0) / scales.abs(), 0)
-    codes = root(root(rows) * factors[:, None]).round().clamp(min=1)
-    codes = torch.where(rows == 0, 0, codes)
+    steps = root(rows) * factors[:, None]
+    lower = root(steps).floor()
+    codes = lower + (steps >= lower * lower + _drawn(root(rows)) * (2 * lower + 1)).float()
+    codes = torch.where(rows == 0, 0, codes.clamp(min=1))
     codes = torch.where(rows.isinf(), 14, codes)
     return _packed(torch.where(rows.isnan(), 15, codes), values.numel()).to(torch.uint8), scales
 

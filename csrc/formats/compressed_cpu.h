@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "formats/float8.h"
@@ -17,23 +18,14 @@
 namespace drivetrain::formats {
 inline namespace DRIVETRAIN_ISA {
 
-inline void split_one(float value, uint16_t& half, int16_t& remainder) {
-  const Split parts = split(value);
-  half = parts.half;
-  remainder = parts.remainder;
-}
-inline void split_one(float value, uint16_t& half, int8_t& remainder) {
-  const Split8 parts = split8(value);
-  half = parts.half;
-  remainder = parts.remainder;
-}
-
 // Each function with a `count` converts whole vectors of elements and returns how many of `count` these are. The caller
 // converts the others. Encoders take prepared finite values.
 
 #if defined(__AVX512F__)
-// Floats that a rule computes with at once. decode() returns the values of as many codes, as Kind::decode() does.
+// Floats that a rule computes with at once, and as many integers. decode() returns the values of as many codes, as
+// Kind::decode() does.
 using Lanes = __m512;
+using LaneWords = __m512i;
 inline Lanes decode(const int8_t* codes, float unit) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
   const Lanes number = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
@@ -101,35 +93,6 @@ inline __m512i codes_of(const float* from, __m512 factor, SquaredFloat8) {
   return _mm512_max_epi32(numbers, _mm512_maskz_set1_epi32(is_positive, 1));
 }
 
-// Returns drawn_from() of the values.
-inline __m512 drawn_from(__m512 values) {
-  const __m512i bits = _mm512_mullo_epi32(_mm512_castps_si512(values), _mm512_set1_epi32(static_cast<int>(kDrawing)));
-  const __m512 number = _mm512_cvtepi32_ps(_mm512_srli_epi32(bits, 22));
-  return (number + _mm512_set1_ps(0.5f)) * _mm512_set1_ps(0x1p-10f);
-}
-
-inline __m512i codes_of(const float* from, __m512 factor, Signed4) {
-  const __m512 values = _mm512_loadu_ps(from), steps = _mm512_abs_ps(values) * factor, drawn = drawn_from(values);
-  __m512i codes = _mm512_setzero_si512();
-  for (int code = 1; code <= 7; ++code) {
-    const float lower = Signed4::cube(code - 1), gap = Signed4::cube(code) - lower;
-    const __m512 least = _mm512_set1_ps(lower) + drawn * _mm512_set1_ps(gap);
-    codes = _mm512_mask_add_epi32(codes, _mm512_cmp_ps_mask(steps, least, _CMP_GE_OQ), codes, _mm512_set1_epi32(1));
-  }
-  const __mmask16 is_negative = _mm512_movepi32_mask(_mm512_castps_si512(values));
-  return _mm512_mask_sub_epi32(codes, is_negative, _mm512_setzero_si512(), codes);
-}
-
-inline __m512i codes_of(const float* from, __m512 factor, Squared4) {
-  const __m512 roots = _mm512_loadu_ps(from), steps = roots * factor;
-  const __m512i code = _mm512_cvttps_epi32(root_of_code(steps));
-  const __m512 number = _mm512_cvtepi32_ps(code);
-  const __m512 least = number * number + drawn_from(roots) * (number + number + _mm512_set1_ps(1));
-  const __mmask16 is_upper = _mm512_cmp_ps_mask(steps, least, _CMP_GE_OQ);
-  const __m512i rounded = _mm512_mask_add_epi32(code, is_upper, code, _mm512_set1_epi32(1));
-  return _mm512_max_epi32(rounded, _mm512_min_epi32(_mm512_castps_si512(roots), _mm512_set1_epi32(1)));
-}
-
 template <class Kind>
 int64_t encode_vectors(const float* from, float factor, typename Kind::Code* to, int64_t count) {
   constexpr int kWidth = 16;
@@ -189,7 +152,7 @@ int64_t split_vectors(const float* from, uint16_t* halves, Remainder* remainders
   for (; i + kWidth <= count; i += kWidth) {
     const __m512 first = _mm512_loadu_ps(from + i), second = _mm512_loadu_ps(from + i + 16);
     if (_mm512_cmp_ps_mask(first, second, _CMP_UNORD_Q) != 0) [[unlikely]] {
-      for (int k = 0; k < kWidth; ++k) split_one(from[i + k], halves[i + k], remainders[i + k]);
+      for (int k = 0; k < kWidth; ++k) split_into(from[i + k], halves[i + k], remainders[i + k]);
       continue;
     }
     const __m512i a = bits_to_split(first, Remainder()), b = bits_to_split(second, Remainder());
@@ -202,6 +165,7 @@ int64_t split_vectors(const float* from, uint16_t* halves, Remainder* remainders
 }
 #elif defined(__AVX2__)
 using Lanes = __m256;
+using LaneWords = __m256i;
 inline Lanes decode(const int8_t* codes, float unit) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
   const Lanes number = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
@@ -261,35 +225,6 @@ inline __m256i codes_of(const float* from, __m256 factor, SquaredFloat8) {
   const __m256 is_positive = _mm256_cmp_ps(roots, _mm256_setzero_ps(), _CMP_GT_OQ);
   const __m256i numbers = float8_numbers<SquaredFloat8::Number>(_mm256_mul_ps(roots, _mm256_mul_ps(roots, factor)));
   return _mm256_max_epi32(numbers, _mm256_srli_epi32(_mm256_castps_si256(is_positive), 31));
-}
-
-// Returns drawn_from() of the values.
-inline __m256 drawn_from(__m256 values) {
-  const __m256i bits = _mm256_mullo_epi32(_mm256_castps_si256(values), _mm256_set1_epi32(static_cast<int>(kDrawing)));
-  const __m256 number = _mm256_cvtepi32_ps(_mm256_srli_epi32(bits, 22));
-  return (number + _mm256_set1_ps(0.5f)) * _mm256_set1_ps(0x1p-10f);
-}
-
-inline __m256i codes_of(const float* from, __m256 factor, Signed4) {
-  const __m256 values = _mm256_loadu_ps(from), drawn = drawn_from(values);
-  const __m256 steps = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values) * factor;
-  __m256i codes = _mm256_setzero_si256();
-  for (int code = 1; code <= 7; ++code) {
-    const float lower = Signed4::cube(code - 1), gap = Signed4::cube(code) - lower;
-    const __m256 least = _mm256_set1_ps(lower) + drawn * _mm256_set1_ps(gap);
-    codes = _mm256_sub_epi32(codes, _mm256_castps_si256(_mm256_cmp_ps(steps, least, _CMP_GE_OQ)));
-  }
-  return _mm256_sign_epi32(codes, _mm256_or_si256(_mm256_castps_si256(values), _mm256_set1_epi32(1)));
-}
-
-inline __m256i codes_of(const float* from, __m256 factor, Squared4) {
-  const __m256 roots = _mm256_loadu_ps(from), steps = roots * factor;
-  const __m256i code = _mm256_cvttps_epi32(root_of_code(steps));
-  const __m256 number = _mm256_cvtepi32_ps(code);
-  const __m256 least = number * number + drawn_from(roots) * (number + number + _mm256_set1_ps(1));
-  const __m256i is_upper = _mm256_castps_si256(_mm256_cmp_ps(steps, least, _CMP_GE_OQ));
-  const __m256i least_code = _mm256_min_epi32(_mm256_castps_si256(roots), _mm256_set1_epi32(1));
-  return _mm256_max_epi32(_mm256_sub_epi32(code, is_upper), least_code);
 }
 
 template <class Kind>
@@ -358,7 +293,7 @@ int64_t split_vectors(const float* from, uint16_t* halves, Remainder* remainders
   for (; i + kWidth <= count; i += kWidth) {
     const __m256 first = _mm256_loadu_ps(from + i), second = _mm256_loadu_ps(from + i + 8);
     if (_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)) != 0) [[unlikely]] {
-      for (int k = 0; k < kWidth; ++k) split_one(from[i + k], halves[i + k], remainders[i + k]);
+      for (int k = 0; k < kWidth; ++k) split_into(from[i + k], halves[i + k], remainders[i + k]);
       continue;
     }
     const __m256i a = bits_to_split(first, Remainder()), b = bits_to_split(second, Remainder());
@@ -383,6 +318,42 @@ int64_t join_vectors(const uint16_t*, const Remainder*, float*, int64_t) {
 template <class Remainder>
 int64_t split_vectors(const float*, uint16_t*, Remainder*, int64_t) {
   return 0;
+}
+#endif
+
+#if defined(__AVX2__)
+using LaneIntegers [[gnu::vector_size(sizeof(Lanes))]] = int32_t;  // Comparisons return -1 for true.
+using LaneBits [[gnu::vector_size(sizeof(Lanes))]] = uint32_t;
+
+// Returns drawn_from() of the values.
+inline Lanes drawn_from(Lanes values) {
+  const auto number = reinterpret_cast<LaneIntegers>(reinterpret_cast<LaneBits>(values) * kDrawing >> 22);
+  return (__builtin_convertvector(number, Lanes) + 0.5f) * 0x1p-10f;
+}
+
+inline LaneWords codes_of(const float* from, Lanes factor, Signed4) {
+  Lanes values;
+  std::memcpy(&values, from, sizeof(values));
+  const LaneIntegers is_negative = reinterpret_cast<LaneIntegers>(values) >> 31;
+  const Lanes steps = reinterpret_cast<Lanes>(reinterpret_cast<LaneIntegers>(values) & INT32_MAX) * factor;
+  const Lanes drawn = drawn_from(values);
+  LaneIntegers codes = {};
+  for (int code = 1; code <= 7; ++code) {
+    const float lower = Signed4::cube(code - 1), gap = Signed4::cube(code) - lower;
+    codes -= steps >= lower + drawn * gap;
+  }
+  return reinterpret_cast<LaneWords>((codes ^ is_negative) - is_negative);
+}
+
+inline LaneWords codes_of(const float* from, Lanes factor, Squared4) {
+  Lanes roots;
+  std::memcpy(&roots, from, sizeof(roots));
+  const Lanes steps = roots * factor;
+  const LaneIntegers code = __builtin_convertvector(root_of_code(steps), LaneIntegers);
+  const Lanes number = __builtin_convertvector(code, Lanes);
+  const LaneIntegers rounded = code - (steps >= number * number + drawn_from(roots) * (2 * number + 1));
+  const LaneIntegers least = roots > 0 ? LaneIntegers{} + 1 : LaneIntegers{};
+  return reinterpret_cast<LaneWords>(rounded > least ? rounded : least);
 }
 #endif
 

@@ -131,17 +131,12 @@ __device__ void store(const TypedArray& array, int64_t begin, int64_t end, const
       return store_as<uint16_t>(array, begin, end, values,
                                 [](auto* data, auto*, int64_t i, float value) { data[i] = float16_from_float(value); });
     case Format::kBFloat16Remainder16:
-      return store_as<uint16_t, int16_t>(array, begin, end, values,
-                                         [](auto* data, auto* extra, int64_t i, float value) {
-                                           const Split parts = split(value);
-                                           data[i] = parts.half;
-                                           extra[i] = parts.remainder;
-                                         });
+      return store_as<uint16_t, int16_t>(
+          array, begin, end, values,
+          [](auto* data, auto* extra, int64_t i, float value) { split_into(value, data[i], extra[i]); });
     case Format::kBFloat16Remainder8:
       return store_as<uint16_t, int8_t>(array, begin, end, values, [](auto* data, auto* extra, int64_t i, float value) {
-        const Split8 parts = split8(value);
-        data[i] = parts.half;
-        extra[i] = parts.remainder;
+        split_into(value, data[i], extra[i]);
       });
     case Format::kBFloat16Kahan:
       return store_as<uint16_t, uint16_t>(array, begin, end, values,

@@ -389,14 +389,14 @@ void store_tile(const TypedArray& array, int64_t index, int64_t count, const T* 
       case Format::kBFloat16Remainder16: {
         auto* remainders = static_cast<int16_t*>(array.extra) + index;
         for (int64_t i = split_vectors(values, halves, remainders, count); i < count; ++i) {
-          split_one(values[i], halves[i], remainders[i]);
+          split_into(values[i], halves[i], remainders[i]);
         }
         return;
       }
       case Format::kBFloat16Remainder8: {
         auto* remainders = static_cast<int8_t*>(array.extra) + index;
         for (int64_t i = split_vectors(values, halves, remainders, count); i < count; ++i) {
-          split_one(values[i], halves[i], remainders[i]);
+          split_into(values[i], halves[i], remainders[i]);
         }
         return;
       }

@@ -216,15 +216,11 @@ __device__ void store_param(const TypedArray& array, uint64_t key, int64_t base,
             [key](float value, int64_t i) { return stochastic_float16(value, random_bits(key, i)); });
       case Format::kBFloat16Remainder16:
         return store_pairs<int16_t>(array, base, end, values, [](float value, uint16_t& half, int16_t& remainder) {
-          const Split parts = split(value);
-          half = parts.half;
-          remainder = parts.remainder;
+          split_into(value, half, remainder);
         });
       case Format::kBFloat16Remainder8:
         return store_pairs<int8_t>(array, base, end, values, [](float value, uint16_t& half, int8_t& remainder) {
-          const Split8 parts = split8(value);
-          half = parts.half;
-          remainder = parts.remainder;
+          split_into(value, half, remainder);
         });
       case Format::kBFloat16Kahan:
         return store_pairs<uint16_t>(array, base, end, values, [](float value, uint16_t& half, uint16_t& rest) {

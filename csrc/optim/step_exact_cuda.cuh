@@ -44,13 +44,9 @@ struct StepExact : StepValues<RuleOf, kParam, kGrad, kState> {
       half = float16_from_float(value);
       reinterpret_cast<float*>(at.param_extra)[e] = value;
     } else if constexpr (kParam == Format::kBFloat16Remainder16) {
-      const Split parts = split(value);
-      half = parts.half;
-      reinterpret_cast<int16_t*>(at.param_extra)[e] = parts.remainder;
+      split_into(value, half, reinterpret_cast<int16_t*>(at.param_extra)[e]);
     } else {
-      const Split8 parts = split8(value);
-      half = parts.half;
-      reinterpret_cast<int8_t*>(at.param_extra)[e] = parts.remainder;
+      split_into(value, half, reinterpret_cast<int8_t*>(at.param_extra)[e]);
     }
   }
 

@@ -47,16 +47,18 @@ bool is_state_as(const at::Tensor& param, const at::Tensor& state, const at::Ten
                  std::optional<at::ScalarType> dtype) {
   if (!dtype) return format_of(state.scalar_type()).has_value();
   if (marked_dtype(state, scales) != *dtype) return false;
-  if (!is_block_dtype(*dtype)) return true;
-  if (is_packed(*dtype)) {
-    return state.numel() == (param.numel() + 1) / 2 && state.is_contiguous() && scales->device() == param.device() &&
-           scales->is_contiguous();
+  const std::optional<Format> in_blocks = block_format_of(*dtype);
+  if (!in_blocks) return true;
+  if (scales == nullptr || scales->scalar_type() != at::kFloat || scales->device() != param.device() ||
+      !scales->is_contiguous() || scales->numel() != num_scales(*in_blocks, param.numel())) {
+    return false;
   }
   // Blocks follow the memory order.
+  if (is_packed(*in_blocks)) {
+    return state.numel() == data_bytes(*in_blocks, param.numel()) && state.is_contiguous();
+  }
   const bool in_order = is_walkable(param) ? state.strides().equals(param.strides()) : state.is_contiguous();
-  return (in_order || state.numel() < 2 || (param.is_contiguous() && state.is_contiguous())) && scales != nullptr &&
-         scales->scalar_type() == at::kFloat && scales->device() == param.device() && scales->is_contiguous() &&
-         scales->numel() == num_blocks(param.numel());
+  return in_order || state.numel() < 2 || (param.is_contiguous() && state.is_contiguous());
 }
 
 // Returns whether states must be created or converted before the step: they are absent, or have another storage format

@@ -148,7 +148,15 @@ void register_state(py::module_& m) {
       .def("new_extra", &Conversions::new_extra, py::arg("param"), py::arg("before"), py::arg("dtype"))
       .def("new_counter", &Conversions::new_counter, py::arg("device"), py::arg("dtype"), py::arg("value") = 0.0)
       .def("run", &Conversions::run, py::call_guard<py::gil_scoped_release>());
-  m.def("optim_block_size", [] { return kBlock; });
+  // Returns the bytes of codes and of their scales for so many values; None for a dtype that marks no format in blocks.
+  m.def(
+      "optim_coded_bytes",
+      [](at::ScalarType dtype, int64_t numel) -> std::optional<std::pair<int64_t, int64_t>> {
+        const std::optional<Format> format = block_format_of(dtype);
+        if (!format) return std::nullopt;
+        return std::pair(data_bytes(*format, numel), num_scales(*format, numel) * int64_t{sizeof(float)});
+      },
+      py::arg("dtype"), py::arg("numel"));
   m.def("optim_extra_names", [] { return std::vector<std::string>(std::begin(kExtraNames), std::end(kExtraNames)); });
 }
 

@@ -155,13 +155,11 @@ def states_of_step(engine: Engine, param: Tensor, group: Group) -> dict[str, int
         shape = _C.optim_state_shape(param, kind)
         if shape is None:
             continue
-        numel, dtype = math.prod(shape), _C.optim_state_dtype(asked, param, kind)
-        if dtype is not None and dtype.itemsize == 1:
-            is_packed = dtype not in _C.optim_block_dtypes(kind)
-            sizes[f"{name}_codes"] = -(-numel // 2) if is_packed else numel
-            sizes[f"{name}_scales"] = 4 * -(-numel // (_C.optim_block_size() // (2 if is_packed else 1)))
+        numel, dtype = math.prod(shape), _C.optim_state_dtype(asked, param, kind) or param.dtype
+        if (coded := _C.optim_coded_bytes(dtype, numel)) is not None:
+            sizes[f"{name}_codes"], sizes[f"{name}_scales"] = coded
         else:
-            sizes[name] = numel * (dtype or param.dtype).itemsize
+            sizes[name] = numel * dtype.itemsize
     if (extra := _C.optim_param_extra(asked, param)) is not None:
         sizes[extra[0]] = param.numel() * extra[1].itemsize
     return sizes

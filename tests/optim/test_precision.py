@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import pickle
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -89,59 +90,57 @@ def test_compensations_and_masters_count_only_for_their_parameter(dtype: torch.d
         assert ((_C.optim_load_param(written, stored) - written.float()).abs() <= written.float().abs() * 2**-8).all()
 
 
+def states_to_code(numel: int, squared: bool) -> Iterator[tuple[Tensor, int, bool]]:
+    """Yields values of many magnitudes, the exponent of their largest ones, and whether some are special."""
+    for exponent in (-160, -90, -30, 0, 30, 120):
+        for special in (False, True):
+            values = torch.ldexp(torch.randn(numel), torch.randint(-12, 2, (numel,)) + exponent)
+            values[::7] = 0
+            values = values.abs() if squared else values
+            if special:
+                values[numel // 2] = math.inf
+                values[numel // 3] = math.nan
+                values[0] = math.inf if squared else -math.inf
+            yield values, exponent, special
+
+
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("numel", STATE_SIZES)
 def test_8_bit_codes_are_the_references(squared: bool, numel: int, isa: str) -> None:
     dtype = torch.uint8 if squared else torch.int8
     encode = formats.encode_squared if squared else formats.encode_signed
     decode = formats.decode_squared if squared else formats.decode_signed
-    for exponent in (-160, -90, -30, 0, 30, 120):
-        for special in (False, True):
-            values = torch.ldexp(torch.randn(numel), torch.randint(-12, 2, (numel,)) + exponent)
-            values[::7] = 0
-            values = values.abs() if squared else values
-            if special:
-                values[numel // 2] = math.inf
-                values[numel // 3] = math.nan
-                values[0] = math.inf if squared else -math.inf
-            codes, scales = _C.optim_store_state(torch.empty(numel), values, dtype)
-            expected, expected_scales = encode(values)
-            assert same_bits(scales, expected_scales)
-            assert torch.equal(codes, expected)
-            loaded = _C.optim_load_state(codes, scales, values)
-            assert same_bits(loaded, decode(codes, scales))
-            assert torch.equal(loaded.isnan(), values.isnan())
-            assert torch.equal(loaded[values.isinf()], values[values.isinf()])
+    for values, _, _ in states_to_code(numel, squared):
+        codes, scales = _C.optim_store_state(torch.empty(numel), values, dtype)
+        expected, expected_scales = encode(values)
+        assert same_bits(scales, expected_scales)
+        assert torch.equal(codes, expected)
+        loaded = _C.optim_load_state(codes, scales)
+        assert same_bits(loaded, decode(codes, scales))
+        assert torch.equal(loaded.isnan(), values.isnan())
+        assert torch.equal(loaded[values.isinf()], values[values.isinf()])
 
 
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("numel", STATE_SIZES)
 def test_4_bit_codes_are_the_references(squared: bool, numel: int, isa: str) -> None:
     encode = formats.encode_squared_4 if squared else formats.encode_signed_4
-    for exponent in (-160, -90, -30, 0, 30, 120):
-        for special in (False, True):
-            values = torch.ldexp(torch.randn(numel), torch.randint(-12, 2, (numel,)) + exponent)
-            values[::7] = 0
-            values = values.abs() if squared else values
-            if special:
-                values[numel // 2] = math.inf
-                values[numel // 3] = math.nan
-                values[0] = math.inf if squared else -math.inf
-            codes, scales = _C.optim_store_state(torch.empty(numel), values, torch.uint4 if squared else torch.int4)
-            expected, expected_scales = encode(values)
-            assert same_bits(scales, expected_scales)
-            assert torch.equal(codes, expected)
-            if numel < 256:
-                continue  # So few codes count as 8-bit ones, and parameters of that size have none.
-            loaded = _C.optim_load_state(codes, scales, values)
-            assert same_bits(loaded, formats.decode_4(codes, scales, numel))
-            assert torch.equal(loaded.isnan(), values.isnan())
-            assert torch.equal(loaded.isinf(), values.isinf())
-            assert torch.equal(loaded[values.isinf()], values[values.isinf()])
-            if not special and exponent >= -30:  # Smaller squares are subnormal.
-                again = _C.optim_store_state(values, loaded, torch.uint4 if squared else torch.int4)
-                assert torch.equal(again[0], codes)
-                assert torch.equal(again[1], scales)
+    for values, exponent, special in states_to_code(numel, squared):
+        codes, scales = _C.optim_store_state(torch.empty(numel), values, torch.uint4 if squared else torch.int4)
+        expected, expected_scales = encode(values)
+        assert same_bits(scales, expected_scales)
+        assert torch.equal(codes, expected)
+        if numel < 256:
+            continue  # So few codes count as 8-bit ones, and parameters of that size have none.
+        loaded = _C.optim_load_state(codes, scales, values)
+        assert same_bits(loaded, formats.decode_4(codes, scales, numel))
+        assert torch.equal(loaded.isnan(), values.isnan())
+        assert torch.equal(loaded.isinf(), values.isinf())
+        assert torch.equal(loaded[values.isinf()], values[values.isinf()])
+        if not special and exponent >= -30:  # Smaller squares are subnormal.
+            again = _C.optim_store_state(values, loaded, torch.uint4 if squared else torch.int4)
+            assert torch.equal(again[0], codes)
+            assert torch.equal(again[1], scales)
 
 
 @pytest.mark.parametrize("squared", [False, True])
@@ -198,8 +197,7 @@ def test_8_bit_codes_next_to_every_tie(isa: str) -> None:
 def test_8_bit_errors_are_bounded(numbers: list[float], squared: bool) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
     values = values.abs() if squared else values
-    stored = _C.optim_store_state(values, values, torch.uint8 if squared else torch.int8)
-    loaded = _C.optim_load_state(*stored, values)
+    loaded = _C.optim_load_state(*_C.optim_store_state(values, values, torch.uint8 if squared else torch.int8))
     largest = formats.blocks(values).abs().amax(1).repeat_interleave(formats.BLOCK)[: len(values)].double()
     # Codes are equal steps of the root. A value is half a step off, and a small mean of squares up to a whole step.
     steps = 253 if squared else 126

@@ -23,7 +23,7 @@ static pthread_mutex_t mutex = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static char folder[PATH_MAX];
 static char *open_paths[MOST_FILES];
 static FILE *trace;
-static long calls, kill_at = -1, fail_from = -1, fail_base, failed = -1;
+static long calls, kill_at = -1, passing = -1;
 static int kill_phase, fail_errno;
 static char fail_kinds[256];
 static unsigned write_delay_us;
@@ -35,7 +35,7 @@ EXPORTED void shim_arm(const char *path, const char *trace_path) {
   if (trace) fclose(trace);
   trace = *trace_path ? fopen(trace_path, "wb") : NULL;
   calls = 0;
-  kill_at = fail_from = -1;
+  kill_at = passing = -1;
   write_delay_us = 0;
   pthread_mutex_unlock(&mutex);
 }
@@ -48,18 +48,14 @@ EXPORTED void shim_kill(long at, int phase) {
   pthread_mutex_unlock(&mutex);
 }
 
-// Makes calls of the kinds, separated by spaces, fail from call number `from` on; a negative `from` ends that.
-EXPORTED void shim_fail(const char *kinds, long from, int code) {
+// Makes calls of the kinds, separated by spaces, fail after `count` of them have passed; a negative count ends that.
+EXPORTED void shim_fail(const char *kinds, long count, int code) {
   pthread_mutex_lock(&mutex);
   snprintf(fail_kinds, sizeof fail_kinds, " %s ", kinds);
-  fail_from = from < 0 ? -1 : calls + from;
-  if (from >= 0) fail_base = calls, failed = -1;
+  passing = count;
   fail_errno = code;
   pthread_mutex_unlock(&mutex);
 }
-
-// Returns the number of the first call that has failed since the last `shim_fail`, as counted there, or -1.
-EXPORTED long shim_failed(void) { return failed; }
 
 EXPORTED void shim_delay_writes(unsigned microseconds) { write_delay_us = microseconds; }
 
@@ -92,8 +88,8 @@ static int enter(const char *kind) {
   snprintf(word, sizeof word, " %s ", kind);
   const long number = calls++;
   if (number == kill_at && kill_phase == KILL_BEFORE) kill(getpid(), SIGKILL);
-  if (fail_from >= 0 && number >= fail_from && strstr(fail_kinds, word)) {
-    if (failed < 0) failed = number - fail_base;
+  if (passing >= 0 && strstr(fail_kinds, word) && passing-- == 0) {
+    passing = 0;
     errno = fail_errno;
     return -1;
   }

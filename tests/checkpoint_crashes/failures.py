@@ -15,23 +15,25 @@ from drivetrain.checkpointing import CheckpointError, Store
 LIMIT_S = 60.0
 CODES = {
     "open": [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENOENT],
-    "mkdir": [errno.EROFS, errno.EDQUOT, errno.ENOSPC, errno.ESTALE],
+    "mkdir": [errno.EROFS, errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.ESTALE],
     "fallocate": [errno.ENOSPC, errno.EDQUOT],
     "write": [errno.EDQUOT, errno.ENOSPC, errno.EIO],
-    "truncate": [errno.EIO],
+    "truncate": [errno.EIO, errno.EDQUOT],
     "fsync": [errno.EIO, errno.EDQUOT, errno.ENOSPC],
-    "rename": [errno.EIO, errno.EROFS],
+    "rename": [errno.EIO, errno.EROFS, errno.ENOSPC],
 }
 
 shim: Any = ctypes.CDLL(None)
-shim.shim_failed.restype = ctypes.c_long
 
 
 def check_failure(store: Store, kind: str, call: int, code: int, count: int) -> bool:
-    """Lets calls of the kind fail from a call on. Returns False if the save makes no such call anymore."""
-    name = f"{kind} fails with {errno.errorcode[code]} from call {call} on"
-    shim.shim_fail(kind.encode(), call, code)
-    save = store.save(count, tensors_of(count), {"count": count})
+    """Lets calls of the kind fail from the given one of them on. Returns False if the save makes no such call."""
+    name = f"{kind} fails with {errno.errorcode[code]} from call {call} of its kind on"
+
+    def arm(_: float) -> None:  # in the thread that saves, which has deleted the checkpoint before the last one
+        shim.shim_fail(kind.encode(), call, code)
+
+    save = store.save(count, tensors_of(count), {"count": count}, ready=arm)
     save.wait_copied(LIMIT_S)  # training goes on
     with contextlib.suppress(CheckpointError):
         save.result(LIMIT_S)
@@ -66,7 +68,7 @@ def main() -> None:
                     count += 1
                     fails = check_failure(store, kind, call, code, count)
                     failures += fails
-                    call = shim.shim_failed() + 1  # to fail from an earlier call on would be the same again
+                    call += 1
                     if fails:  # the next save succeeds
                         count += 1
                         saved = store.save(count, tensors_of(count), {"count": count}).result(LIMIT_S)

@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -39,7 +40,15 @@ bool host_may_wait = false;
 int64_t num_waits = 0;     // host waits for copies and values
 std::mt19937_64 drawn(0);  // draws the order of streams while the host waits
 
+// Held by the thread that runs work. Others may enqueue work and free tensors meanwhile, as on a real device. Work may
+// wait for Python's lock, which such a thread holds.
+std::recursive_mutex& running() {
+  static auto& mutex = *new std::recursive_mutex;
+  return mutex;
+}
+
 bool run_one(std::mt19937_64& random) {
+  std::unique_lock<std::recursive_mutex> lock(mutex());
   if (queues.empty()) return false;
   std::vector<int64_t> able;
   for (const auto& [stream, queue] : queues) {
@@ -50,12 +59,13 @@ bool run_one(std::mt19937_64& random) {
   const Work work = std::move(drawn_one->second.front());
   drawn_one->second.pop_front();
   if (drawn_one->second.empty()) queues.erase(drawn_one);
+  lock.unlock();
   work.run();
   return true;
 }
 
 void run_all(uint64_t seed) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex());
+  const std::lock_guard<std::recursive_mutex> lock(running());
   std::mt19937_64 random(seed);
   while (run_one(random)) {
   }
@@ -99,7 +109,7 @@ void await(int64_t stream, const Moment& moment) {
 }
 
 void wait_on_host(const Moment& moment) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex());
+  const std::lock_guard<std::recursive_mutex> lock(running());
   ++num_waits;
   run_until(moment);
 }
@@ -210,7 +220,7 @@ struct LateGuard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return **static_cast<Moment*>(event); }
   void synchronizeEvent(void* event) const override {
-    const std::lock_guard<std::recursive_mutex> lock(mutex());
+    const std::lock_guard<std::recursive_mutex> lock(running());
     run_until(*static_cast<Moment*>(event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Moment*>(event); }
@@ -294,6 +304,7 @@ PYBIND11_MODULE(late_device, m) {
   m.def("read", &read_later<int32_t>);
   m.def("read_float", &read_later<float>);
   m.def("set_stream", [](int64_t stream) { current = stream; });
+  m.def("enqueue", [](std::function<void()> work) { enqueue(current, std::move(work)); });
   m.def("run", &run_all, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("seed", [](uint64_t seed) { drawn.seed(seed); });
   m.def("let_host_wait", [](bool may) { host_may_wait = may; });

@@ -11,6 +11,7 @@ import multiprocessing
 import queue
 import sys
 import tempfile
+import threading
 import traceback
 import types
 from collections.abc import Callable
@@ -262,6 +263,27 @@ def frozen_parameter_on_the_cpu() -> None:
     ddp = drivetrain.DistributedDataParallel(holder)
     run_steps(ddp, 3)
     check_close(list(model.parameters()), expected_after(3))
+
+
+@case
+def tensor_freed_by_a_thread() -> None:
+    """A thread frees a tensor, with Python's lock held, while work runs that needs this lock, as gloo's does."""
+    tensors, runs, is_free = [torch.empty(3, device="late")], threading.Event(), threading.Event()
+
+    def free() -> None:
+        runs.wait()
+        tensors.clear()
+        is_free.set()
+
+    def work() -> None:
+        runs.set()
+        is_free.wait()
+
+    late.enqueue(work)
+    thread = threading.Thread(target=free)
+    thread.start()
+    late.run(rank())
+    thread.join()
 
 
 # ---- Streams.

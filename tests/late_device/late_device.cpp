@@ -33,6 +33,7 @@ struct Work {
 };
 
 thread_local int64_t current = 0;
+std::map<int64_t, double> times;           // of the streams, in the model
 int64_t num_streams = 10, num_hidden = 0;  // streams below 10 belong to the test
 // Queues and memory are never destroyed: threads of torch and cycles of Python free tensors until the process ends.
 auto& queues = *new std::map<int64_t, std::deque<Work>>;  // holds no empty queue
@@ -73,12 +74,15 @@ void run_all(uint64_t seed) {
 
 void run_until(const Moment& moment) {
   if (!host_may_wait) throw std::runtime_error("the host waits for the device, which the test does not allow");
-  while (!*moment && run_one(drawn)) {
+  while (!moment->is_reached && run_one(drawn)) {
   }
-  if (!*moment) throw std::runtime_error("the host waits for a moment that no stream will reach");
+  if (!moment->is_reached) throw std::runtime_error("the host waits for a moment that no stream will reach");
+  model.host = std::max(model.host, moment->time);
 }
 
 }  // namespace
+
+Model model;
 
 std::recursive_mutex& mutex() {
   static auto& mutex = *new std::recursive_mutex;
@@ -92,20 +96,25 @@ int64_t new_hidden_stream() {
   return --num_hidden;
 }
 
-void enqueue(int64_t stream, std::function<void()> run) {
+void enqueue(int64_t stream, std::function<void()> run, double seconds) {
   const std::lock_guard<std::recursive_mutex> lock(mutex());
-  queues[stream].push_back({[] { return true; }, std::move(run)});
+  const auto timed = [stream, seconds, begin = model.host, run = std::move(run)] {
+    times[stream] = std::max(times[stream], begin) + seconds;
+    run();
+  };
+  queues[stream].push_back({[] { return true; }, timed});
 }
 
 Moment moment_of(int64_t stream) {
-  auto moment = std::make_shared<bool>(false);
-  enqueue(stream, [moment] { *moment = true; });
+  auto moment = std::make_shared<Point>();
+  enqueue(stream, [moment, stream] { *moment = {true, times[stream]}; });
   return moment;
 }
 
 void await(int64_t stream, const Moment& moment) {
   const std::lock_guard<std::recursive_mutex> lock(mutex());
-  queues[stream].push_back({[moment] { return *moment; }, [] {}});
+  const auto wait = [moment, stream] { times[stream] = std::max(times[stream], moment->time); };
+  queues[stream].push_back({[moment] { return moment->is_reached; }, wait});
 }
 
 void wait_on_host(const Moment& moment) {
@@ -218,7 +227,7 @@ struct LateGuard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     await(stream.id(), *static_cast<Moment*>(event));
   }
-  bool queryEvent(void* event) const override { return **static_cast<Moment*>(event); }
+  bool queryEvent(void* event) const override { return (*static_cast<Moment*>(event))->is_reached; }
   void synchronizeEvent(void* event) const override {
     const std::lock_guard<std::recursive_mutex> lock(running());
     run_until(*static_cast<Moment*>(event));
@@ -311,5 +320,11 @@ PYBIND11_MODULE(late_device, m) {
   m.def("num_waits", [] { return num_waits; });
   m.def("num_streams", [] { return num_streams - 10; });
   m.def("num_late", [] { return num_late; });
+  m.def("set_model", [](double seconds_per_byte, double seconds_per_flop) {
+    model.seconds_per_byte = seconds_per_byte;
+    model.seconds_per_flop = seconds_per_flop;
+  });
+  m.def("advance", [](double seconds) { model.host += seconds; });
+  m.def("host_time", [] { return model.host; });
   bind_group(m);
 }

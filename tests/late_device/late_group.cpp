@@ -45,7 +45,7 @@ class LateWork final : public c10d::Work {
       : moment_(std::move(moment)), future_(std::move(future)) {}
   bool isCompleted() override {
     const std::lock_guard<std::recursive_mutex> lock(mutex());
-    return *moment_;
+    return moment_->is_reached;
   }
   bool isSuccess() const override { return true; }
   void synchronize() override { await(current_stream(), moment_); }

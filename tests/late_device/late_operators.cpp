@@ -70,7 +70,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     if (to_late) count_late(of_target);
     as_kernel([&] { at::Tensor(target).copy_(source); });
   };
-  enqueue(current_stream(), run);
+  const bool is_over_link = is_late(from) != is_late(to);
+  enqueue(current_stream(), run, is_over_link ? model.seconds_per_byte * static_cast<double>(to.nbytes()) : 0);
   // A copy between two tensors of the device does not wait, as in CUDA.
   if ((is_late(from) && is_late(to)) || (non_blocking && is_pinned)) return to;
   wait_on_host(moment_of(current_stream()));
@@ -124,6 +125,14 @@ at::Tensor on_device_like(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()).device(kDevice));
 }
 
+// Returns the floating-point operations of a matrix product, 0 for others: 2 * m * n * k.
+double flops_of(const c10::FunctionSchema& schema, const Stack& arguments) {
+  const bool adds = schema.name() == "aten::addmm";
+  if (!adds && schema.name() != "aten::mm") return 0;
+  const at::Tensor left = arguments[adds].toTensor(), right = arguments[adds + 1].toTensor();
+  return 2.0 * static_cast<double>(left.numel()) * static_cast<double>(right.size(1));
+}
+
 void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t num_arguments = schema.arguments().size();
@@ -160,7 +169,8 @@ void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
   }
   std::vector<at::Tensor> targets;
   for (const at::Tensor& tensor : made) targets.push_back(tensor.defined() ? on_cpu(tensor) : tensor);
-  enqueue(current_stream(), [op, real, targets, touched]() {
+  const double seconds = model.seconds_per_flop * flops_of(schema, arguments);
+  const auto run = [op, real, targets, touched]() {
     for (const bool* of_tensor : touched) count_late(of_tensor);
     Stack on_stack = real;
     as_kernel([&] {
@@ -174,7 +184,8 @@ void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
         if (!argument_of(op.schema(), op.schema().returns()[i])) with_tensors(on_stack[i], keep);
       }
     });
-  });
+  };
+  enqueue(current_stream(), run, seconds);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

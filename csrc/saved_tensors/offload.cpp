@@ -141,6 +141,35 @@ at::Tensor Offloaded::take() {
   return std::exchange(on_device_, {});
 }
 
+at::Tensor Offloaded::host() const {
+  for (const auto& event : {copied_out_, copied_back_}) {
+    if (event) event->synchronize();
+  }
+  return on_host();
+}
+
+void Offloaded::copy_back_to(const at::Tensor& flat) {
+  DT_INVARIANT(flat.numel() == numel_ && flat.is_contiguous() && flat.device() == options_.device());
+  const at::NoGradGuard no_grad;
+  pool_->count_copy(nbytes());
+  if (flat.is_cpu()) {
+    flat.copy_(on_host());
+    return;
+  }
+  CopyStream& in = copy_streams(flat.device()).in;
+  for (const StreamUse& use : memory_.uses()) use.event->block(in.stream());
+  record_use(flat.storage(), in.stream());
+  const c10::StreamGuard guard(in.stream());
+  flat.copy_(on_host(), /*non_blocking=*/true);
+  const StreamUse use = in.use();
+  copied_back_ = use.event;
+  memory_.set_last_use(use);
+}
+
+void Offloaded::await_copy_back() const {
+  if (copied_back_) copied_back_->block(current_stream_of(options_.device()));
+}
+
 // Returns the copy on the host as a tensor of the original dtype.
 at::Tensor Offloaded::on_host() const { return memory_.bytes().view(c10::typeMetaToScalarType(options_.dtype())); }
 
@@ -150,7 +179,11 @@ void register_offload(py::module_& m) {
       .def_property_readonly("nbytes", &Offloaded::nbytes)
       .def("await_copy_out", &Offloaded::await_copy_out, no_gil())
       .def("prefetch", &Offloaded::prefetch, no_gil())
-      .def("take", &Offloaded::take, no_gil());
+      .def("take", &Offloaded::take, no_gil())
+      .def("host", &Offloaded::host, no_gil())
+      .def("copy_back_to", &Offloaded::copy_back_to, py::arg("flat"), no_gil())
+      .def("await_copy_back", &Offloaded::await_copy_back, no_gil())
+      .def("is_back", &Offloaded::is_back, no_gil());
   const auto statistic = [](int64_t HostPoolStats::* field) {
     return [field](const HostPool& pool) { return pool.stats().*field; };
   };

@@ -37,6 +37,17 @@ class Offloaded {
   // copy. The copy on the host stays, so that take() may be called again.
   at::Tensor take();
 
+  // Returns the copy on the host. The host waits until copies to and from it have ended, and may then write to it.
+  at::Tensor host() const;
+
+  // Starts a copy of the host's values into a contiguous tensor of one dimension on the same device. It waits for no
+  // work of the current stream, so that it overlaps: the host must have waited for what uses that tensor.
+  void copy_back_to(const at::Tensor& flat);
+  // Makes the current stream wait for that copy.
+  void await_copy_back() const;
+  // Returns whether no copy back is in progress.
+  bool is_back() const { return !copied_back_ || copied_back_->query(); }
+
   int64_t nbytes() const { return memory_.bytes().numel(); }
 
  private:

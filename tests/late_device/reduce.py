@@ -286,6 +286,40 @@ def tensor_freed_by_a_thread() -> None:
     thread.join()
 
 
+# ---- Steps on the CPU.
+
+
+def check_offload(overlaps: bool, **arguments: Any) -> None:
+    """Compares with the same steps of CPU parameters, from the gradients that the wrapper has reduced."""
+    ddp = drivetrain.DistributedDataParallel(Net().to("late"), bucket_cap_mb=0.0005, **arguments)
+    ours_of, theirs_of = list(ddp.parameters()), list(Net().parameters())
+    options: dict[str, Any] = {"lr": 0.1, "max_grad_norm": 0.05, "state_bits": 8, "min_8bit_size": 1}
+    ours = drivetrain.optim.AdamW(ours_of, offload="cpu", **options)
+    theirs = drivetrain.optim.AdamW(theirs_of, **options)
+    overlapped = ours.overlap_offload(ddp, bucket_cap_mb=0.0005) if overlaps else None
+    for step in range(6):
+        late.seed(100 * step + rank())
+        with ddp.no_sync() if step % 3 == 0 else nullcontext():
+            ddp(inputs(rank(), step).to("late")).backward()
+        if step % 3 == 0:
+            continue
+        ours.step()
+        for one, other in zip(ours_of, theirs_of, strict=True):
+            other.grad = None if one.grad is None else one.grad.cpu()
+        theirs.step()
+        ours.zero_grad()
+    if overlapped is not None:
+        overlapped.remove()
+    assert ours._drivetrain.twins.gradient_pool.num_copies == 4 * len(ours_of)  # each final gradient left once
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(ours_of, theirs_of, strict=True))
+    assert late.num_late() == 0, "memory was used that is others'"
+
+
+add_case("offload", check_offload, False)
+add_case("offload_overlapped", check_offload, True)
+add_case("offload_find_unused", check_offload, True, find_unused_parameters=True)
+
+
 # ---- Streams.
 
 

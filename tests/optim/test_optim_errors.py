@@ -554,17 +554,18 @@ def test_constructor_is_explicit(name: str) -> None:
     """The signature, which LightningCLI and Hydra read, has torch's arguments in torch's order, followed by ours."""
     ours = inspect.signature(getattr(optim, name)).parameters
     assert all(each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in ours.values())
-    assert [*ours][-6:] == [
+    assert [*ours][-7:] == [
         "max_grad_norm",
         "zero_grads_in_step",
         "state_bits",
         "master_bits",
         "min_8bit_size",
         "rounding",
+        "offload",
     ]
     if hasattr(torch.optim, name):
         torchs = inspect.signature(getattr(torch.optim, name)).parameters
-        assert [*ours][:-6] == [*torchs, *(["fallback", "process_group"] if name == "Muon" else [])]
+        assert [*ours][:-7] == [*torchs, *(["fallback", "process_group"] if name == "Muon" else [])]
         for argument, parameter in torchs.items():
             assert (ours[argument].default, ours[argument].kind) == (parameter.default, parameter.kind), argument
     arguments = re.search(r"\nArgs:\n(.*?)\n\nRaises:\n", inspect.cleandoc(getattr(optim, name).__doc__), re.DOTALL)

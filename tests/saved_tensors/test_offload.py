@@ -49,6 +49,26 @@ def test_what_comes_back(dtype: torch.dtype) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_the_host_writes_goes_back(dtype: torch.dtype) -> None:
+    pool = make_pool()
+    for size in (0, 1, 513, 5000):
+        x, other = (100 * torch.randn(size)).to(dtype), (100 * torch.randn(size, device="cpu")).to(dtype)
+        offloaded = pool.begin(x)
+        here = offloaded.host()
+        assert here.device.type == "cpu"
+        assert torch.equal(here, x.cpu())
+        here.copy_(other)
+        for target in (torch.empty_like(x), x):
+            offloaded.copy_back_to(target)
+            offloaded.await_copy_back()
+            assert torch.equal(target.cpu(), other)
+            assert torch.equal(offloaded.host(), other)  # waits for the copy
+            assert offloaded.is_back()
+        assert pool.num_copies == 3 * [0, 1, 513, 5000].index(size) + 3
+
+
+@on_devices
 def test_what_a_step_reserves_the_next_finds() -> None:
     pool = make_pool(slab_bytes=MIB)
     slabs = []

@@ -14,6 +14,7 @@ from ..optim.base import FusedOptimizer
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.in_backward import StepInBackward
 from ..optim.kept import check_max_grad_norm, kept_of, scaled_step
+from ..optim.overlapped import final_gradients_leave
 from ..wrapped import unwrapped, wrapper_in
 from . import hang_reports
 from .distributed import DistributedDataParallel, checked_weight
@@ -252,8 +253,9 @@ class Window:
     @contextmanager
     def _stepping_in_backward(self, weight: float, is_last: bool) -> Iterator[None]:
         """Lets optimizers that step in backward step only in the window's last backward, with the mean over the
-        window."""
+        window. Likewise only its gradients leave for the CPU."""
         with ExitStack() as stack:
+            stack.enter_context(final_gradients_leave(self._optimizers, is_last))
             for steps in self._in_backward:
                 if is_last:
                     steps.divisor = self._weight + weight

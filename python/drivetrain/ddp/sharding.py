@@ -17,9 +17,9 @@ from .. import _C
 from ..grad import main_grads
 from ..optim.sharded import pieces
 from ..optim.sharded.dtensors import is_dtensor
+from ..optim.sharded.gathers import Gathers, OnStreams, Pending, finish, watch
 from . import transport as transports
 from .gather import backend_for, gather_objects, is_foreign, on_device
-from .gathers import Gathers, OnStreams, Pending, finish, watch
 from .kept_rows import KeptRows
 from .state_server import Request, StateServer, Steps
 

@@ -11,6 +11,7 @@ from .base import FusedOptimizer
 from .declaration import StepOptions, follows
 from .rule import Group, Numbers, Rule, hypers
 from .sharded import dtensors, pieces
+from .twins import on_host
 
 
 def _numbers(group: Group) -> Numbers:
@@ -75,7 +76,7 @@ class AdamWScheduleFree(FusedOptimizer):
 
     @torch.no_grad()
     def _set_mode(self, *, train: bool) -> None:
-        with pieces.in_place(self) as swapped:
+        with on_host(self) as host, pieces.in_place(self) as swapped:
             for group in self.param_groups:
                 if group["train_mode"] == train:
                     continue
@@ -83,6 +84,8 @@ class AdamWScheduleFree(FusedOptimizer):
                 for param in group["params"]:
                     self._move_toward_z(param, group, 1 - beta1 if train else 1 - 1 / beta1)
                 group["train_mode"] = train
+            if host is not None:
+                host.send()
         if swapped is not None:
             swapped.gather()
 

@@ -1,18 +1,19 @@
 """The base of every optimizer here: torch's Optimizer contract around one native step."""
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import precision, state_dicts, step
+from . import precision, state_dicts, step, twins
 from .engine import Engine
 from .in_backward import StepInBackward
 from .kept import NAME, Kept, check_max_grad_norm, extra, kept_of, option, stands_for_torchs
 from .left_to_torch import end_constructor
+from .overlapped import OverlappedOffload
 from .report import Report, report_of
 from .sharded import pieces
 from .statistics import Statistics, begin
@@ -50,6 +51,10 @@ class FusedOptimizer(torch.optim.Optimizer):
       distance from the lower value, and every rank and run draws the same. "kahan" keeps the rounding error in the
       state, in the parameter's dtype, as `param_compensation`.
 
+    `offload="cpu"` keeps states of parameters on a GPU in host memory, where the CPU steps them with the same bits.
+    step() waits for their gradients, and `.grad` is neither unscaled nor clipped after it. Parameters on the CPU are
+    stepped as without it. overlap_offload() hides the copies and the CPU's work.
+
     On CUDA step() never waits for the device. Reading `grad_norm` or `last_step_skipped` does. A skipped step gives no
     warning there, and the states that a first step creates remain. Only SGD's dampening depends on that: the first
     gradient then counts less. A hyper-parameter other than `lr` that is a CUDA tensor makes step() wait, as in torch.
@@ -80,6 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         master_bits: int | None = None,
         min_8bit_size: int = 4096,
         rounding: str = "nearest",
+        offload: Literal["cpu"] | None = None,
         fallback: dict[str, Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
@@ -90,10 +96,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         kept.max_grad_norm, kept.zero_grads_in_step = max_grad_norm, zero_grads_in_step
         asked = dict(zip(precision.DEFAULTS, (state_bits, master_bits, min_8bit_size, rounding), strict=True))
         precision.check(asked)
+        twins.check(offload, type(self).__name__)
+        kept.offload = offload
         # Groups without such options keep torch's keys only.
         kept.formats = {name: value for name, value in asked.items() if value != precision.DEFAULTS[name]}
         is_asked = max_grad_norm is not None or zero_grads_in_step or bool(kept.formats)
-        is_asked |= fallback is not None or process_group is not None
+        is_asked |= offload is not None or fallback is not None or process_group is not None
         kept.has_options = is_asked or not stands_for_torchs(type(self))
         kept.fallback = fallback
         kept.is_over_world = process_group is not None and process_group is dist.group.WORLD
@@ -183,6 +191,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         found = kept_of(self).in_backward = StepInBackward(self, model, clip_by_previous_norm, bucket_cap_mb)
         return found
 
+    def overlap_offload(self, model: nn.Module, *, bucket_cap_mb: float = 25.0) -> OverlappedOffload:
+        """Overlaps steps with offload="cpu": gradients leave in backward, and values return in the next forward.
+
+        Gradients are copied as soon as they exist; under drivetrain's DistributedDataParallel, bucket by bucket once
+        they are reduced. step() waits for them and clips by their norm. The CPU steps a bucket of parameters when the
+        model first uses one of them. It copies the values while the device works on earlier layers.
+
+        Results have the bits of steps without it. The loop stays the same. Whatever takes a parameter from its module
+        waits for its step: a forward, state_dict(), parameters(). A script that keeps parameters elsewhere calls wait()
+        before it reads them, or `optimizer.state`. Every rank must call this, and not during backward.
+
+        Args:
+            model: Contains some of this optimizer's parameters. Wrap it into DistributedDataParallel first.
+            bucket_cap_mb: The size of the buckets that are stepped together, in MiB.
+
+        Returns:
+            An object with `wait()` and `remove()`.
+
+        Raises:
+            ValueError: The optimizer has no `offload`, or no parameter of the model on a device. Or bucket_cap_mb is
+                not above 0.
+            RuntimeError: overlap_offload() is active already. In backward: a parameter got a gradient that something
+                computed past its module, from the values before the last step.
+            NotImplementedError: The model is wrapped into another parallel class.
+        """
+        found = kept_of(self).overlapped = OverlappedOffload(self, model, bucket_cap_mb)
+        return found
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as torch does, and rejects the options that the constructor rejects.
 
@@ -198,6 +234,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         step.add_group(Engine(self), super().add_param_group, param_group)
 
     def __getstate__(self) -> dict[str, Any]:
+        if (overlapped := kept_of(self).overlapped) is not None:
+            overlapped.wait()
         return super().__getstate__() | {NAME: kept_of(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -268,7 +306,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         it gives expected sizes. The share of updates lost to rounding needs gradients: the report steps copies of the
         16-bit parameters, one at a time. Measuring the memory bandwidth takes a few hundred milliseconds.
         """
-        with pieces.in_place(self, with_gradients=True):
+        with twins.on_host(self, with_gradients=True), pieces.in_place(self, with_gradients=True):
             return report_of(Engine(self))
 
     def statistics(self, every: int = 10, model: nn.Module | None = None) -> Statistics:

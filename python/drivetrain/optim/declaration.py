@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class StepOptions(TypedDict, total=False):
     master_bits: int | None
     min_8bit_size: int
     rounding: str
+    offload: Literal["cpu"] | None
 
 
 _OPTIONS = [inspect.signature(FusedOptimizer.__init__).parameters[name] for name in StepOptions.__annotations__]
@@ -57,6 +58,7 @@ _COMMON = {
     "master_bits": "Keeps 32 or 24 bits of 16-bit parameters, the missing ones in the state. None keeps 16.",
     "min_8bit_size": "Keeps states of parameters with fewer elements in float32 where states have 8 or 4 bits.",
     "rounding": 'Rounds 16-bit parameters without a master "nearest", "stochastic" or "kahan".',
+    "offload": 'Steps parameters on a GPU on the CPU ("cpu"), with their states in host memory. None steps them there.',
 }
 _AS_TORCHS = "{0}: torch.optim.{0} with a native step over all parameters; arguments, state and results are torch's."
 _DTYPES = """

@@ -72,7 +72,10 @@ class Engine:
         """Returns the group's rule, storage formats and numbers; the native code checks the numbers' ranges."""
         try:
             read = self.read(group)
-            return self.rule.name_of(read), self.precision_of(group), self.rule.hypers(read)
+            numbers = self.rule.hypers(read)
+            if self.kept.offload is not None:
+                numbers["lr"] = float(numbers["lr"])  # the CPU reads it, also from a tensor on a device
+            return self.rule.name_of(read), self.precision_of(group), numbers
         except KeyError as missing:
             raise ValueError(f"param_groups[{index}] has no {missing}, which {self.class_name} needs") from missing
         except (TypeError, ValueError, RuntimeError) as error:
@@ -85,9 +88,15 @@ class Engine:
         """True if all parameters are on the CPU."""
         return all(param.device.type == "cpu" for param in self.params())
 
+    @property
+    def has_twins(self) -> bool:
+        """True if the CPU steps parameters of devices."""
+        return self.kept.offload is not None and not self.is_on_cpu
+
     def find_devices(self) -> None:
         """Determines whether all parameters share one device. Visits each one, so call it when groups change only."""
-        self.kept.can_scale_in_step = len({param.device for param in self.params()}) <= 1
+        is_one = len({param.device for param in self.params()}) <= 1
+        self.kept.can_scale_in_step = is_one or self.kept.offload is not None
 
     @property
     def announces_scaling(self) -> bool:
@@ -112,8 +121,10 @@ class Engine:
             found_inf=found_inf,
             max_grad_norm=self.kept.max_grad_norm,
             check_finite=overflow_flag is not None,
-            zero_grads=self.kept.zero_grads_in_step,
-            overflow=overflow_flag if overflow_flag is not None and overflow_flag.is_cuda else None,
+            zero_grads=self.kept.zero_grads_in_step and not self.has_twins,
+            overflow=overflow_flag
+            if overflow_flag is not None and overflow_flag.is_cuda and self.kept.offload is None
+            else None,
             statistics=self.kept.statistics is not None and self.kept.statistics.is_due,
         )
         group = dist.group.WORLD if self.kept.is_over_world else self.kept.process_group
@@ -125,6 +136,6 @@ class Engine:
     def _scalar(self, name: str, default: float) -> float | Tensor:
         """Returns the attribute of that name; on CUDA it stays on the device if the parameters are there."""
         value = getattr(self.optimizer, name, None)
-        if isinstance(value, Tensor) and value.is_cuda and not self.is_on_cpu:
+        if isinstance(value, Tensor) and value.is_cuda and not (self.kept.offload or self.is_on_cpu):
             return value.detach()
         return default if value is None else float(value)

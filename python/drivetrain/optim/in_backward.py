@@ -55,6 +55,10 @@ class StepInBackward:
             raise RuntimeError("step_in_backward() was called before: call remove() on what it returned first.")
         if kept.max_grad_norm is not None:
             raise NotImplementedError(f"max_grad_norm is {kept.max_grad_norm}, but {WHY_NOT_CLIPPED}")
+        if kept.offload is not None:
+            raise ValueError(
+                f"step_in_backward() steps parameters on their device, but offload is {kept.offload!r}: leave one out."
+            )
         if clip_by_previous_norm is not None and not clip_by_previous_norm > 0:
             raise ValueError(f"clip_by_previous_norm is {clip_by_previous_norm}, expected a number above 0, or None")
         if not bucket_cap_mb > 0:

@@ -14,8 +14,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .. import _C
     from .in_backward import StepInBackward
+    from .overlapped import OverlappedOffload
     from .sharded.step import Shards
     from .statistics import Statistics
+    from .twins import Twins
 
 NAME = "_drivetrain"  # of the attribute
 WHY_NOT_CLIPPED = (
@@ -26,7 +28,7 @@ WHY_NOT_CLIPPED = (
 # drivetrain.install(optim=True) puts the keys, classes of drivetrain, in the place of the values, torch's classes.
 in_place_of: dict[type, type] = {}
 
-_COPIED = ("max_grad_norm", "zero_grads_in_step", "formats", "fallback", "has_options", "steps_as_torch")
+_COPIED = ("max_grad_norm", "zero_grads_in_step", "formats", "fallback", "offload", "has_options", "steps_as_torch")
 
 
 def check_max_grad_norm(value: float | None) -> None:
@@ -66,6 +68,9 @@ class Kept:
         self.zero_grads_in_step = False
         self.formats: dict[str, Any] = {}  # the constructor's options of precision.DEFAULTS
         self.fallback: dict[str, Any] | None = None  # Muon's options of AdamW
+        self.offload: str | None = None  # the constructor's option
+        self.twins: Twins | None = None  # None until a step needs them
+        self.overlapped: OverlappedOffload | None = None  # the result of overlap_offload(), until it is removed
         # Muon's ranks; torch.distributed.group.WORLD is looked up again, as recovery may replace it.
         self.process_group: dist.ProcessGroup | None = None
         self.is_over_world = False

@@ -79,16 +79,23 @@ def step_all(engine: Engine, reader: _C.StepReader, options: _C.StepOptions) -> 
 
 
 @torch.no_grad()
-def step_groups(engine: Engine, groups: list[Group], reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult:
+def step_groups(
+    engine: Engine,
+    groups: list[Group],
+    reader: _C.StepReader,
+    options: _C.StepOptions,
+    state: dict[Tensor, Any] | None = None,
+) -> _C.StepResult:
     """Steps `groups`: this optimizer's groups, or copies of them with some of their parameters.
 
-    The reader keeps what it read, so use one reader for the same parameters each time.
+    The reader keeps what it read, so use one reader for the same parameters each time. `state` takes the place of the
+    optimizer's.
     """
     if not all(isinstance(group["params"], list) for group in groups):  # but a tuple, a ParameterList, ...
         groups = [{**group, "params": list(group["params"])} for group in groups]
 
     run = functools.partial(_step_plain, engine, reader)
-    kept, state = engine.kept, engine.optimizer.state
+    kept, state = engine.kept, engine.optimizer.state if state is None else state
     is_over_ranks = options.measures and over_groups.has_any(param for group in groups for param in group["params"])
     if kept.shards is None and not is_over_ranks:
         result, _ = run(groups, state, options)

@@ -12,6 +12,7 @@ from .engine import Engine
 from .native_step import counter_device
 from .rule import Group, options_of, torchs_base
 from .sharded import dtensors, pieces
+from .twins import on_host
 
 # Options that dicts of older versions of torch and of other packages may lack. torch fills most of them in.
 _MAY_BE_ABSENT = {
@@ -77,7 +78,7 @@ def load(engine: Engine, torchs_load: Callable[[dict[str, Any]], None], state_di
     # It runs after the users' hooks, which may replace the dict.
     handle = optimizer.register_load_state_dict_pre_hook(remember)
     try:
-        with pieces.in_place(optimizer):
+        with on_host(optimizer, with_values=False), pieces.in_place(optimizer):
             before = optimizer.state, engine.param_groups
             try:
                 torchs_load(state_dict)
@@ -134,7 +135,7 @@ def _keep_dtypes(engine: Engine, saved: dict[str, Any]) -> None:
 
 def save(engine: Engine, torchs_save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns the state dict that torch's method returns, with the version of the formats."""
-    with pieces.in_place(engine.optimizer):
+    with on_host(engine.optimizer, with_values=False), pieces.in_place(engine.optimizer):
         result: dict[str, Any] = torchs_save()
         params = pieces.params_by_key(engine.optimizer, result)
         for key in params.keys() & result["state"].keys():
@@ -195,8 +196,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> d
 def float32_value(engine: Engine, param: Tensor) -> Tensor:
     """Returns a parameter's value as a new float32 tensor of its shape."""
     asked = engine.precision_of(_group_of(engine, param))
-    with pieces.in_place(engine.optimizer):
-        param = pieces.part_or_itself(param)
+    with on_host(engine.optimizer) as host, pieces.in_place(engine.optimizer):
+        param = pieces.part_or_itself(param if host is None else host.of(param))
         local = dtensors.local_part(param)
         values = dtensors.local_values(param, engine.optimizer.state.get(param, {}))
         extra = _C.optim_param_extra(asked, local)
@@ -207,8 +208,8 @@ def float32_value(engine: Engine, param: Tensor) -> Tensor:
 def float32_state(engine: Engine, param: Tensor) -> dict[str, Any]:
     """Returns a new dict with a parameter's state, in which coded entries are float32 tensors of its shape."""
     _group_of(engine, param)
-    with pieces.in_place(engine.optimizer):
-        param = pieces.part_or_itself(param)
+    with on_host(engine.optimizer) as host, pieces.in_place(engine.optimizer):
+        param = pieces.part_or_itself(param if host is None else host.of(param))
         values = dtensors.portable(param, engine.optimizer.state.get(param, {}))
         return precision.without_blocks(values, dtensors.local_part(param))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import left_to_torch, native_step, precision
+from . import left_to_torch, native_step, precision, twins
 from .engine import Engine
 from .sharded import pieces
 from .sharded.step import sum_of_whole_squares
@@ -53,20 +53,15 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
     if kept.reader is None:  # Copied and unpickled optimizers have no reader.
         kept.reader = _C.StepReader()
     options = engine.step_options(overflow_flag)
-    names: list[str] = []
-    if kept.statistics is not None and options.statistics:
-        check_devices(engine)
-        names = kept.statistics.names_of(engine.param_groups)
-    if options.measures and pieces.have_whole_norms(engine.params()):
-        options.sum_of_squares = sum_of_whole_squares(engine.rule, engine.param_groups)
-    with pieces.in_place(engine.optimizer, with_gradients=True) as swapped:
-        result = native_step.step_all(engine, kept.reader, options)
-        if kept.statistics is not None and result.statistics:
-            kept.statistics.take(names, engine.params(), result.statistics)
-    if swapped is not None:
-        if kept.zero_grads_in_step:
-            swapped.zero_gradients()
-        swapped.gather()
+    if (of_devices := twins.begin(engine)) is not None:
+        overlapped = kept.overlapped
+        bucket_of, due = ({}, None) if overlapped is None else (overlapped.bucket_of, overlapped.due)
+        result = of_devices.step(engine, options, bucket_of, due)
+        for param in engine.params() if kept.zero_grads_in_step else ():
+            if param.grad is not None:
+                param.grad.zero_()
+    else:
+        result = _step_on_its_device(engine, kept.reader, options)
     kept.result = result
     if kept.statistics is not None and (result.is_on_device or not result.skipped):
         kept.statistics.end_step()
@@ -85,6 +80,25 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
         )
 
 
+def _step_on_its_device(engine: Engine, reader: _C.StepReader, options: _C.StepOptions) -> _C.StepResult:
+    kept = engine.kept
+    names: list[str] = []
+    if kept.statistics is not None and options.statistics:
+        check_devices(engine)
+        names = kept.statistics.names_of(engine.param_groups)
+    if options.measures and pieces.have_whole_norms(engine.params()):
+        options.sum_of_squares = sum_of_whole_squares(engine.rule, engine.param_groups)
+    with pieces.in_place(engine.optimizer, with_gradients=True) as swapped:
+        result = native_step.step_all(engine, reader, options)
+        if kept.statistics is not None and result.statistics:
+            kept.statistics.take(names, engine.params(), result.statistics)
+    if swapped is not None:
+        if kept.zero_grads_in_step:
+            swapped.zero_gradients()
+        swapped.gather()
+    return result
+
+
 def add_group(engine: Engine, torchs_add: Callable[[dict[str, Any]], None], param_group: dict[str, Any]) -> None:
     """Adds a group by torch's method. After an error the optimizer has the groups that it had before."""
     if not isinstance(param_group, dict):
@@ -95,8 +109,9 @@ def add_group(engine: Engine, torchs_add: Callable[[dict[str, Any]], None], para
     precision.check(engine.formats_of(param_group))
     torchs_add(param_group)
     try:
+        twins.check(engine.kept.offload, engine.class_name, engine.param_groups[-1]["params"])
         _refuse_parts_of_fsdp1(engine, engine.param_groups[-1])
-    except NotImplementedError:
+    except (NotImplementedError, ValueError):
         engine.param_groups.pop()
         raise
     try:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -155,8 +155,13 @@ class Shards:
         return _LocalPart(param, local, local.detach(), group_of_rows(param, group, self._rule))
 
 
-def sum_of_whole_squares(rule: Rule, groups: list[Group]) -> Tensor:
+def sum_of_whole_squares(rule: Rule, groups: list[Group], known: Mapping[Tensor, list[float]] | None = None) -> Tensor:
     """Sums the squares of gradients on the CPU in the order of an unsharded step. Gathers one of rows at a time.
+
+    Args:
+        rule: The optimizer's rule.
+        groups: Its groups.
+        known: The sums of chunks of some parameters' gradients, in the order of their memory.
 
     Returns:
         float64 [].
@@ -169,7 +174,8 @@ def sum_of_whole_squares(rule: Rule, groups: list[Group]) -> Tensor:
                 continue
             like = torch.empty(param.shape) if name == "adafactor" else param  # a rule that reads row by row
             in_double = param.dtype in (torch.float64, torch.complex128)
-            batches[name, in_double] += _C.chunk_sums([whole_values(param.grad, like)])
+            sums = known.get(param) if known and name != "adafactor" else None
+            batches[name, in_double] += sums or _C.chunk_sums([whole_values(param.grad, like)])
     return torch.tensor(_C.sum_of_chunks([*itertools.chain(*batches.values())]), dtype=torch.float64)
 
 

@@ -376,6 +376,7 @@ void register_ddp(py::module_& m) {
       .def("set_returning", &Comm::set_returning, py::arg("process_group"), no_gil())
       .def("give_up", &Comm::give_up, py::arg("why"), no_gil())
       .def("all_reduce", &all_reduce, py::arg("flat"), py::arg("mean"), no_gil())
+      .def("has_summed", &Comm::has_summed, py::arg("values"))
       .def("start_gather", &start_gather, py::arg("flat"), py::arg("ranges"), py::keep_alive<0, 1>(), no_gil());
   py::class_<HeldErrors>(m, "CarriedErrors");
   py::class_<HeldRanges>(m, "RankRanges")

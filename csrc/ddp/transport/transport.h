@@ -115,6 +115,9 @@ class Comm {
                                                       const std::shared_ptr<const RankRanges>& /*ranges*/) {
     return nullptr;
   }
+  // Returns true if this rank has added up some of these values in their last sum. Several ranks may have, each a part.
+  // False on all ranks where the transport does not know.
+  virtual bool has_summed(const at::Tensor& /*values*/) const { return false; }
   // Begins collectives that the transport has held back to begin them together. A wait for one of them does the same.
   // Every rank must call it between the same starts.
   virtual void flush() {}

@@ -120,6 +120,11 @@ class ShmComm final : public Comm {
     return leaders_ ? leaders_->carry_errors(memory) : nullptr;
   }
 
+  bool has_summed(const at::Tensor& values) const override {
+    const auto* const begin = static_cast<const char*>(values.const_data_ptr());
+    return exchange_ && exchange_->has_summed(begin, begin + values.nbytes());
+  }
+
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
     if (!exchange_ || !device.is_cpu()) return torch_->allocate(bytes, device);
     std::shared_ptr<SharedBuffer> buffer = share(bytes);

@@ -79,6 +79,11 @@ std::string describe_kind(uint64_t kind) {
               kTypes[kind >> 1 & 7]);
 }
 
+// Returns a function that tells if bytes have some of [begin, end).
+auto overlaps(const char* begin, const char* end) {
+  return [=](const auto& bytes) { return bytes.first < end && begin < bytes.second; };
+}
+
 void pause() {
 #if defined(__aarch64__)
   asm volatile("yield");
@@ -150,6 +155,8 @@ uint64_t ShmExchange::start(Operation operation) {
   // Frees its slot.
   if (number > kSlots) wait(number - kSlots);
   started_ = number;
+  const char* const mine = operation.values[options_.rank];
+  std::erase_if(summed_, overlaps(mine, mine + operation.numel * bytes_of(operation.type)));
 
   const int64_t element = bytes_of(operation.type);
   const int64_t share = operation.numel * element / (2 * options_.size);
@@ -172,6 +179,10 @@ uint64_t ShmExchange::start(Operation operation) {
   // Does a share only: the rank that arrives last could sum everything, and has the least time for it.
   work(static_cast<uint32_t>((num_chunks + options_.size - 1) / options_.size));
   return number;
+}
+
+bool ShmExchange::has_summed(const char* begin, const char* end) const {
+  return std::any_of(summed_.begin(), summed_.end(), overlaps(begin, end));
 }
 
 bool ShmExchange::is_complete(const Running& running) const {
@@ -258,7 +269,7 @@ void ShmExchange::compare_kinds(const Running& running) {
 }
 
 // is_usual: this rank computes that chunk in every step.
-void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const {
+void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, bool is_usual) {
   const Operation& operation = running.operation;
   const int64_t begin = chunk * running.chunk_numel;
   const int64_t end = std::min(begin + running.chunk_numel, operation.numel);
@@ -267,6 +278,9 @@ void ShmExchange::compute(const Running& running, int stage, uint32_t chunk, boo
     operation.residency->touch(operation.offset + begin * element, operation.offset + end * element, is_usual);
   }
   char* const* values = operation.values.data();
+  if (!options_.several_hosts && operation.exchange != Exchange::kGather) {
+    summed_.emplace_back(values[options_.rank] + begin * element, values[options_.rank] + end * element);
+  }
   const bool sums_for_link = stage == kSum && options_.several_hosts;
   if (operation.exchange != Exchange::kAllReduce && !sums_for_link) {
     compute_ranges(operation, stage, begin * element, end * element);

@@ -95,6 +95,9 @@ class ShmExchange {
   void wait(uint64_t number) { wait_until(number, std::chrono::steady_clock::time_point::max()); }
   // Waits up to a deadline. Returns true if the operation is complete.
   bool wait_until(uint64_t number, std::chrono::steady_clock::time_point deadline);
+  // Returns true if this rank has added up some of its own values there, in their last operation. False for several
+  // hosts.
+  bool has_summed(const char* begin, const char* end) const;
   // Returns true if wait() would end at once.
   bool is_done(uint64_t number) { return !failure_.empty() || is_forked() || is_complete(number); }
 
@@ -107,6 +110,8 @@ class ShmExchange {
     int turn[2] = {0, 0};  // per stage: the number of ranks, from this one on, whose chunks are all taken
   };
 
+  using Bytes = std::pair<const char*, const char*>;  // [begin, end)
+
   bool is_forked() const;
   void check_usable() const;
   bool is_complete(const Running& running) const;
@@ -116,7 +121,7 @@ class ShmExchange {
   uint32_t region_begin(const Running& running, int rank) const;
   bool work_on(Running& running, int stage, uint32_t& max_chunks);
   void compare_kinds(const Running& running);
-  void compute(const Running& running, int stage, uint32_t chunk, bool is_usual) const;
+  void compute(const Running& running, int stage, uint32_t chunk, bool is_usual);
   void compute_ranges(const Operation& operation, int stage, int64_t begin, int64_t end) const;
   bool relay();
   void announce();
@@ -133,6 +138,7 @@ class ShmExchange {
   uint64_t awaited_ = 0;  // the last operation that was waited for
   std::chrono::steady_clock::time_point awaited_since_;
   std::deque<Running> running_;    // operations not known to be complete, by number
+  std::vector<Bytes> summed_;      // this rank's values that it has added up, until their next operation
   uint64_t compared_ = 0;          // the last operation that was compared over ranks
   uint64_t relayed_ = 0;           // the last operation that the link has started
   std::deque<uint64_t> relaying_;  // operations that the link has started and not finished

@@ -43,6 +43,7 @@ class Net(nn.Module):
         self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         self.register_buffer("scale", torch.ones(8))  # each rank has its own after a pass, and rank 0's in the next
         self.fault: Callable[[Tensor], Tensor] | None = None
+        self.optimizer: Any = None  # for faults in its states
 
     def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
         hidden = torch.tanh(self.spectral(self.norm(self.first(x)))) * scale * self.scale.clone()
@@ -63,7 +64,7 @@ def train(
 ) -> tuple[Any, Any]:
     model = kind(net)
     check = check_compute(model, every=every, on_error=on_error)
-    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    net.optimizer = optimizer = optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(7 + dist.get_rank())
     for step in range(steps):
         before(step)
@@ -243,6 +244,32 @@ def test_a_wrong_sum_is_found(kind: Any, wrong: tuple[int, ...], on_error: str) 
     who = "one of the 3 ranks adds wrongly" if len(wrong) == 3 else r"rank 1 \(.*\) has received, or keeps, other sums"
     text = rf"all-reduce of step 4 gives something else .* in elements 0 to 63 of '{re.escape(error.parameter)}': {who}"
     assert re.search(text, str(error)), error
+
+
+# ---- Faults between two checks.
+
+
+@pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq"])
+@run_on(3)
+def test_what_memory_keeps_is_found_at_the_next_check(kind: str) -> None:
+    """A fault comes before a step or after the last one ahead of a check, also of the first check that has states."""
+    draw = random.Random(SEED)
+    for at in (4, 5, draw.randrange(6, 9), 9):
+        culprit = draw.randrange(3)
+        torch.manual_seed(0)
+        net = Net()
+        place = draw.randrange(len(list(net.parameters())))
+        name, param = list(net.named_parameters())[place]
+
+        def before(step: int, at: int = at, culprit: int = culprit, net: Net = net, param: Any = param) -> None:
+            if step == at and dist.get_rank() == culprit:
+                flip(param.data if kind == "weight" else net.optimizer.state[param][kind], 22)
+
+        with pytest.raises(ComputeError) as caught:
+            train(net, 20, before, every=5)
+        assert caught.value.ranks == (culprit,), caught.value
+        assert caught.value.step == -(-at // 5) * 5, (at, caught.value)
+        assert caught.value.parameter.split(" (")[0] == name
 
 
 def clamp_grad(param: Tensor) -> None:

@@ -6,6 +6,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain import DistributedDataParallel, check_compute, optim
+from drivetrain import DistributedDataParallel, accumulate, check_compute, optim
 from drivetrain.compute_check import ComputeError
+from drivetrain.compute_check import sums as sums_module
 from effort import SEED, covering, rounds
-from ranks import run_on
+from ranks import GROUP_TIMEOUT_S, run_on
 
 
 def flip_grad(param: Tensor, bit: int = 20) -> None:
@@ -61,18 +63,51 @@ def train(
     kind: Any = DistributedDataParallel,
     every: int = 1,
     on_error: str = "raise",
+    loop: str = "plain",
 ) -> tuple[Any, Any]:
-    model = kind(net)
+    """Trains, and calls `before` ahead of the pass of each step whose gradients are reduced."""
+    model = kind(net, bucket_cap_mb=25)
+    if loop == "communication hook":
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if loop == "hooks after accumulation":
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(scale_grad)
     check = check_compute(model, every=every, on_error=on_error)
-    net.optimizer = optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    net.optimizer = optimizer
     torch.manual_seed(7 + dist.get_rank())
     for step in range(steps):
-        before(step)
-        loss = model(torch.randn(5, 6), scale=0.5)["out"][0].square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        step_of(model, optimizer, loop, partial(before, step))
     return check, model
+
+
+LOOPS = ("plain", "accumulate", "no_sync", "kept gradients", "communication hook", "hooks after accumulation")
+
+
+def step_of(model: Any, optimizer: torch.optim.Optimizer, loop: str, before: Callable[[], None]) -> None:
+    def loss() -> Tensor:
+        return model(torch.randn(5, 6), scale=0.5)["out"][0].square().mean()  # type: ignore[no-any-return]
+
+    if loop == "accumulate":
+        with accumulate(model, optimizer, steps=3) as window:
+            for place in range(3):
+                if place == 2:
+                    before()
+                window.backward(loss(), weight=1.0 + place + dist.get_rank())
+        return
+    if loop != "kept gradients":
+        optimizer.zero_grad()
+    if loop == "no_sync":
+        with model.no_sync():
+            loss().backward()
+    before()
+    loss().backward()
+    optimizer.step()
+
+
+def scale_grad(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(1 + dist.get_rank())
 
 
 def activation(net: Net) -> None:
@@ -207,43 +242,227 @@ def test_a_healthy_run_keeps_its_bits(kind: Any) -> None:
 # ---- Sums of the all-reduce.
 
 
-def at_end_of_reduction(model: nn.Module, call: Callable[[], None]) -> None:
-    """Calls something once the next backward has reduced the gradients, before the check reads them."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
+def queue(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def at_first_gradient(model: nn.Module, call: Callable[[], None]) -> None:
+    """Calls something when the next backward has its first gradient, before it is accumulated."""
     waiting = [call]
 
     def on_grad(grad: Tensor) -> None:
         if waiting:
-            own = waiting.pop()
-            queue(lambda: queue(own))
+            waiting.pop()()
 
     for param in model.parameters():
         param.register_hook(on_grad)
 
 
-@pytest.mark.parametrize("kind", [DistributedDataParallel, TorchDDP])
+def at_end_of_reduction(model: nn.Module, call: Callable[[], None]) -> None:
+    """Calls something once the next backward has reduced the gradients, before the check reads them."""
+    at_first_gradient(model, lambda: queue(lambda: queue(call)))
+
+
+def add_alone(model: nn.Module, rank: int, aside: Any) -> None:
+    """Lets one rank alone add up the gradients of the next backward, in shared memory.
+
+    The others have put all their gradients in when it puts in its first, and wait until it has made all sums.
+    """
+    meet = partial(dist.barrier, group=aside)
+    if dist.get_rank() == rank:
+        at_first_gradient(model, meet)
+        at_end_of_reduction(model, meet)
+    else:
+        at_first_gradient(model, lambda: queue(lambda: [meet(), meet()]))  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("wrong", "on_error"), [((0, 1, 2), "raise"), ((0, 1, 2), "skip"), ((1,), "raise")])
 @run_on(3)
-def test_a_wrong_sum_is_found(kind: Any, wrong: tuple[int, ...], on_error: str) -> None:
+def test_a_wrong_sum_is_found(loop: str, wrong: tuple[int, ...], on_error: str) -> None:
+    aside = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    for kind in (DistributedDataParallel, TorchDDP):
+        if loop == "accumulate" and kind is TorchDDP:
+            continue
+        knows_adder = kind is DistributedDataParallel and loop != "communication hook"
+        culprit = LOOPS.index(loop) % 3
+        torch.manual_seed(0)
+        net = Net()
+
+        def before(step: int, net: Net = net, alone: bool = knows_adder, culprit: int = culprit) -> None:
+            if step == 4 and alone:
+                add_alone(net, culprit, aside)
+            if step == 4 and dist.get_rank() in wrong:
+                at_end_of_reduction(net, partial(flip_grad, net.spectral.parametrizations.weight.original))
+
+        if on_error == "skip":
+            check, _ = train(net, 8, before, kind, on_error="skip", loop=loop)
+            (error,) = check.skipped
+        else:
+            with pytest.raises(ComputeError) as caught:
+                train(net, 8, before, kind, loop=loop)
+            error = caught.value
+        expected, who = wrong, "one of the 3 ranks adds wrongly.* The transport does not know"
+        if len(wrong) == 1:
+            who = r"rank 1 \(.*\) has received, or keeps, other sums than the rest"
+        elif knows_adder:
+            expected, who = (culprit,), rf"rank {culprit} \(.*\) has added up these elements"
+        assert (error.ranks, error.step) == (expected, 4), error
+        assert error.parameter == "spectral.parametrizations.weight.original"
+        text = "all-reduce of step 4 gives something else .* in elements 0 to 63 of "
+        assert re.search(rf"{text}'{re.escape(error.parameter)}': {who}", str(error)), error
+
+
+@pytest.mark.parametrize("fault", ["adder", "sum of own gradient", "sum of the check"])
+@run_on(3)
+def test_a_repetition_of_a_sum_decides(fault: str) -> None:
+    """An adder may be wrong at every call. Sums that only the check makes may be wrong, and a transport is not."""
+    culprit = 1
     torch.manual_seed(0)
     net = Net()
+    kind = TorchDDP if fault == "adder" else DistributedDataParallel
+    with pytest.MonkeyPatch.context() as patch:
 
-    def before(step: int) -> None:
-        if step == 4 and dist.get_rank() in wrong:
-            at_end_of_reduction(net, partial(flip_grad, net.spectral.parametrizations.weight.original))
+        def wrongly(function: Any, is_meant: Callable[[Any], bool] = lambda values: True) -> Any:
+            def call(values: Any, *args: Any, **kwargs: Any) -> Tensor:
+                found: Tensor = function(values, *args, **kwargs)
+                if is_meant(values):
+                    found.view(-1)[0] += found.abs().max()
+                return found
 
-    if on_error == "skip":
-        check, _ = train(net, 8, before, kind, on_error="skip")
-        (error,) = check.skipped
-    else:
+            return call
+
+        def before(step: int) -> None:
+            if step != 4:
+                return
+            if fault == "adder":
+                at_end_of_reduction(net, partial(flip_grad, net.first.weight))
+            if fault == "adder" and dist.get_rank() == culprit:
+                patch.setattr(sums_module, "_added", wrongly(sums_module._added))
+            if fault == "sum of own gradient" and dist.get_rank() == culprit:
+                counts = iter([False] * len(list(net.parameters())) + [True])  # one after the reduced gradients
+                is_next = lambda values: next(counts, False)  # noqa: E731
+                patch.setattr(sums_module, "_of_blocks", wrongly(sums_module._of_blocks, is_next))
+            if fault == "sum of the check":
+                patch.setattr(sums_module.dist, "all_reduce", reduced_wrongly(dist.all_reduce))
+
+        def reduced_wrongly(function: Any) -> Any:
+            def call(values: Tensor, *args: Any, **kwargs: Any) -> Any:
+                work = function(values, *args, **kwargs)
+                if values.dtype == torch.float64 and values.dim() == 2:
+                    values[0, 0] *= 1.25
+                return work
+
+            return call
+
         with pytest.raises(ComputeError) as caught:
             train(net, 8, before, kind)
+    who = {
+        "adder": "adds up the same gradients differently",
+        "sum of own gradient": "gives another sum of its own gradient",
+        "sum of the check": "The transport does not know",
+    }[fault]
+    assert caught.value.ranks == ((0, 1, 2) if fault == "sum of the check" else (culprit,)), caught.value
+    assert who in str(caught.value)
+
+
+@run_on(2)
+def test_what_gives_no_sums_is_said_once() -> None:
+    """The passes are compared nevertheless."""
+
+    def own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        return default_hooks.fp16_compress_hook(None, bucket)
+
+    for kind in (DistributedDataParallel, TorchDDP):
+        for hook, reason in (
+            (default_hooks.fp16_compress_hook, "communication hook fp16_compress_hook does not give exact sums"),
+            (own_hook, "at its first check, an all-reduce does not give sums"),
+        ):
+            model = kind(nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 50)))
+            model.register_comm_hook(None, hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                check = check_compute(model, every=1)
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    model(torch.randn(5, 24)).square().mean().backward()
+                    optimizer.step()
+            said = [str(one.message) for one in caught if "check_compute" in str(one.message)]
+            text = f"check_compute: {reason}. Sums of the all-reduce are not compared."
+            assert said == ([text] if dist.get_rank() == 0 else []), said
+            assert check.checks == 4
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@run_on(2)
+def test_sums_of_loops_are_compared(loop: str) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="check_compute")
+        check, _ = train(Net(), 8, loop=loop)
+    assert check.checks == 8
+    assert check._has_sums is True
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(6, 64), nn.Linear(64, 50), nn.Linear(64, 50)
+
+    def forward(self, x: Tensor, has_right: bool = True) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        found: Tensor = self.left(hidden) + self.right(hidden) if has_right else self.left(hidden)
+        return found.square().mean()
+
+
+@run_on(2)
+def test_sums_of_what_the_last_pass_leaves_out_are_compared() -> None:
+    for kind in (DistributedDataParallel, TorchDDP):
+        torch.manual_seed(0)
+        net = Branches()
+        model = kind(net, find_unused_parameters=True)
+        check_compute(model, every=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def left_out(net: Any = net, model: Any = model, optimizer: Any = optimizer) -> None:
+            for step in range(6):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    model(torch.randn(5, 6)).backward()
+                if step == 4 and dist.get_rank() == 1:
+                    at_end_of_reduction(net, partial(flip_grad, net.right.weight))
+                model(torch.randn(5, 6), has_right=False).backward()
+                optimizer.step()
+
+        with pytest.raises(ComputeError) as caught:
+            left_out()
         error = caught.value
-    assert (error.ranks, error.step) == (wrong, 4)
-    assert error.parameter == "spectral.parametrizations.weight.original"
-    who = "one of the 3 ranks adds wrongly" if len(wrong) == 3 else r"rank 1 \(.*\) has received, or keeps, other sums"
-    text = rf"all-reduce of step 4 gives something else .* in elements 0 to 63 of '{re.escape(error.parameter)}': {who}"
-    assert re.search(text, str(error)), error
+        assert (error.ranks, error.step, error.parameter) == ((1,), 4, "right.weight"), error
+
+
+@run_on(2)
+def test_sums_of_mixed_or_unclear_results_are_not_compared() -> None:
+    """Two backward passes in a step mix results, and the sums of gradients may all be as small as rounding."""
+    for reason in ("a step has several backward passes", "8 checks had too few sums"):
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 50)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check = check_compute(model, every=1)
+            for _ in range(12):
+                optimizer.zero_grad()
+                loss = model(torch.randn(5, 6)).square().mean()
+                if reason.startswith("a step"):
+                    loss.backward(retain_graph=True)
+                    (0.5 * loss).backward()
+                else:
+                    (0.0 * loss).backward()
+                optimizer.step()
+        said = [str(one.message) for one in caught if "check_compute" in str(one.message)]
+        assert len(said) == (dist.get_rank() == 0), said
+        assert all(reason in text and "Sums of the all-reduce are not compared" in text for text in said), said
+        assert check._has_sums is False
 
 
 # ---- Faults between two checks.
@@ -504,47 +723,54 @@ def test_arguments_are_checked() -> None:
 @run_on(3)
 def test_drawn_faults_are_found(part: int) -> None:
     draw = random.Random(SEED + part)
+    aside = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     for _ in range(rounds(6, 50)):
-        kind, culprit, at, bit = (
-            draw.choice(["weight", "state", "gradient", "activation", "backward", "sum"]),
+        fault, culprit, at, bit, loop = (
+            draw.choice(["weight", "state", "gradient", "activation", "backward", "sum", "copy of a sum"]),
             draw.randrange(3),
-            draw.randrange(1, 5),
+            draw.randrange(1, 8),
             draw.randrange(20, 27),  # larger exponents end in nan on all ranks
+            draw.choice(LOOPS),
         )
+        at += fault == "sum"  # as buckets are rebuilt in step 1, and a rank cannot wait there
+        every = draw.randrange(1, 5) if fault in ("weight", "state", "gradient") else 1
+        knows_adder = loop != "communication hook"
         target = draw.randrange(8)
         torch.manual_seed(draw.randrange(1000))
         net = Net()
-        model = DistributedDataParallel(net)
-        check_compute(model, every=1)
-        optimizer = optim.AdamW(model.parameters(), lr=0.01)
-        found = None
-        for step in range(at + 40):
-            is_now = step == at and dist.get_rank() == culprit
-            params = list(net.parameters())
-            if step == at and kind == "sum":
-                at_end_of_reduction(net, partial(flip_grad, params[target], bit))
-            if is_now and kind in ("activation", "backward"):
-                FAULTS[kind](net)
-            loss = model(torch.randn(5, 6))["out"][0].square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            if is_now:
-                targets = {
-                    "weight": [param.data for param in params],
-                    "state": [optimizer.state[param]["exp_avg"] for param in params],
-                    "gradient": [param.grad for param in params],
-                }.get(kind)
-                if targets is not None:
-                    flip(targets[target], bit)
-            try:
-                optimizer.step()
-            except ComputeError as error:
-                found = error
-                break
-        assert found is not None, (kind, culprit, at, bit)
-        assert found.ranks == ((0, 1, 2) if kind == "sum" else (culprit,)), (kind, culprit, at, bit, str(found))
+        drawn = (fault, culprit, at, bit, loop, every)
+
+        def before(step: int, net: Net = net, drawn: Any = drawn, target: int = target) -> None:
+            fault, culprit, at, bit, loop, _ = drawn
+            if step != at:
+                return
+            param = list(net.parameters())[target]
+            if fault == "sum" and loop != "communication hook":
+                add_alone(net, culprit, aside)
+            is_culprit = dist.get_rank() == culprit
+            if fault == "sum" or (fault == "copy of a sum" and is_culprit):
+                at_end_of_reduction(net, partial(flip_grad, param, bit))
+            elif fault == "gradient" and is_culprit:  # once the check has read it
+                waiting = [1]
+                hook: Any = lambda *_: flip_grad(param, bit) if waiting and waiting.pop() else None  # noqa: E731
+                net.optimizer.register_step_pre_hook(hook)
+            elif fault == "weight" and is_culprit:
+                flip(param.data, bit)
+            elif fault == "state" and is_culprit:
+                flip(net.optimizer.state[param]["exp_avg"], bit)
+            elif is_culprit:
+                FAULTS[fault](net)
+
+        with pytest.raises(ComputeError) as caught:
+            train(net, at + 40, before, every=every, loop=loop)
+        found = caught.value
+        expected = (0, 1, 2) if fault == "sum" and not knows_adder else (culprit,)
+        assert found.ranks == expected, (drawn, str(found))
         # Dropout may hide the wrong element for some steps.
-        assert at <= found.step <= at + (39 if kind in FAULTS and kind != "weight" else 3), (kind, at, str(found))
+        latest = at + (39 if fault in ("activation", "backward") else every if every > 1 or fault == "gradient" else 0)
+        assert at <= found.step <= latest, (drawn, str(found))
+        if fault in ("weight", "state", "copy of a sum", "sum"):
+            assert found.parameter.split(" (")[0] == list(dict(net.named_parameters()))[target], (drawn, str(found))
 
 
 class Sequence(nn.Module):

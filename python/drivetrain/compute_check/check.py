@@ -36,7 +36,7 @@ class ComputeError(RuntimeError):
     """A rank computes something else than the others from the same values.
 
     Attributes:
-        ranks: The ranks that may be at fault: one if a third rank or a repetition has decided.
+        ranks: The ranks that may be at fault: one if a third rank, a repetition or the transport has decided.
         step: Optimizer steps before it.
         parameter: The first parameter, or state of one, that differs.
     """
@@ -57,11 +57,13 @@ def check_compute(model: DistributedDataParallel, every: int = 100, on_error: st
     buffers, random states and the gradients of the results. The gradients of all parameters must have the same bits.
     If they differ, a third rank repeats the pass and decides which of the two is wrong. With two ranks in all, it is
     the one whose own repetition differs. Checksums of parameters and of the optimizer's states are also compared over
-    ranks.
+    ranks. So are sums of the reduced gradients with sums of what ranks put into the all-reduce. A warning says where
+    these are no sums, as under a communication hook that rounds.
 
     All ranks must call this, after they have wrapped the model and before its first step. Call it for torch's wrapper
-    or drivetrain's. The check takes place when an optimizer of the model begins its step. It takes the time of about
-    two steps in each `every` steps, as ranks wait for the one that repeats.
+    or drivetrain's. The check takes place when an optimizer of the model begins its step. It takes the time of one
+    to one and a half steps in each `every` steps, as ranks wait for the one that repeats. Wrong gradients between two
+    checks are not found.
 
     At the first check every rank repeats its own pass. If the bits differ there, the model has operations without a
     fixed order, and a warning says that it cannot be checked. So it does if ranks have processors or GPUs of different
@@ -126,6 +128,7 @@ class ComputeCheck:
         self._pass: RecordedStep | None = None
         self._sums: Sums | None = None
         self._has_sums: bool | None = None  # None until a step has shown that reduced gradients are sums
+        self._why_no_sums = ""  # until it is said
         self._of_params: list[Any] = []  # handles of hooks
         self._handles = [
             model.register_forward_pre_hook(_WeakHook(self, "_begin")),
@@ -156,8 +159,11 @@ class ComputeCheck:
     def _give_up(self, reason: str) -> None:
         self._due = sys.maxsize  # an optimizer that calls its hooks forbids to remove one
         self._forget()
+        self._warn(f"{reason}. This run is not checked.")
+
+    def _warn(self, text: str) -> None:
         if self._rank == 0:
-            warnings.warn(f"check_compute: {reason}. This run is not checked.", stacklevel=2)
+            warnings.warn(f"check_compute: {text}", stacklevel=3)
 
     def _begin(self, model: DistributedDataParallel, args: Any) -> None:
         is_trained = torch.is_grad_enabled() and model.training and model.require_backward_grad_sync
@@ -183,12 +189,16 @@ class ComputeCheck:
 
         def hash_grad(name: str, grad: torch.Tensor) -> None:
             seen.hashes[name] = hash_of(grad)
-            if self._has_sums is not False:
-                sums.note(name, grad)
 
         self._of_params = [
             param.register_hook(partial(hash_grad, name)) for name, param in self._params if param.requires_grad
         ]
+        if self._has_sums is not False:  # after the hooks of the loop, which may change what is reduced
+            self._of_params += [
+                param.register_post_accumulate_grad_hook(partial(sums.note, name))
+                for name, param in self._params
+                if param.requires_grad
+            ]
         places = iter(range(len(results_of(output))))
 
         def outer(result: torch.Tensor) -> torch.Tensor:
@@ -235,18 +245,8 @@ class ComputeCheck:
     ) -> None:
         kept = {name: hash_of(param) for name, param in self._params}
         of_states = self._hashes_of_states(optimizer)
-        why_not = None
-        if seen is not None and self.checks == 0:
-            again, why_not = self._repeated(seen)
-            if why_not is None and again != seen.hashes:
-                why_not = (
-                    "a repetition of a pass gives other bits: operations have no fixed order, or the loss has terms "
-                    "outside of the model's results"
-                )
-        own = (seen is not None, why_not, _checksum(kept), _checksum(of_states) if of_states else "")
+        own = (seen is not None, _checksum(kept), _checksum(of_states) if of_states else "")
         told = gather_objects(own, self._group)
-        if reason := next((reason for _, reason, *_ in told if reason), None):
-            return self._give_up(reason)
         if not all(has_pass for has_pass, *_ in told):
             return self._miss(
                 "no pass to repeat, which takes one call of the wrapper per step, in training, outside of "
@@ -254,11 +254,26 @@ class ComputeCheck:
             )
         assert seen is not None
         self._due = step + self._every
-        self._compare_kept([one[2] for one in told], kept, step)
-        if self._has_equal_states is None and all(one[3] for one in told):
+        self._compare_kept([one[1] for one in told], kept, step)
+        if self._has_equal_states is None and all(one[2] for one in told):
             self._has_equal_states = self._are_equal(of_states)
         if self._has_equal_states:
-            self._compare_kept([one[3] for one in told], of_states, step)
+            self._compare_kept([one[2] for one in told], of_states, step)
+        # Comes before a repetition, so that the memory of its gradients is free by then.
+        if self._has_sums is not False and sums is not None and self._compare_sums(sums, step):
+            return None
+        if self.checks == 0:
+            again, why_not = self._repeated(seen)
+            if why_not is None and again != seen.hashes:
+                why_not = (
+                    "a repetition of a pass gives other bits: operations have no fixed order, or the loss has terms "
+                    "outside of the model's results"
+                )
+            if reason := next((reason for reason in gather_objects(why_not, self._group) if reason), None):
+                return self._give_up(reason)
+        if self._why_no_sums:
+            self._warn(f"{self._why_no_sums}. Sums of the all-reduce are not compared.")
+            self._why_no_sums = ""
         suspect, witness, judge = ((self.checks + place) % self._size for place in range(3))
         self.checks += 1
         if self._size == 1:
@@ -276,34 +291,44 @@ class ComputeCheck:
         if parameter is not None:
             return self._accuse(seen, found, (suspect, witness, judge), step, parameter)
         self._missed = 0
-        if self._has_sums is not False and sums is not None:
-            self._compare_sums(sums, step)
         return None
 
-    def _compare_sums(self, sums: Sums, step: int) -> None:
+    def _compare_sums(self, sums: Sums, step: int) -> bool:
         """Raises ComputeError on every rank, or skips the step, if the all-reduce has given something else than sums.
 
-        The first comparison shows whether the loop leaves gradients as they are. Hooks on parameters may not.
+        The first comparison shows whether they are sums at all. Returns True if the step is skipped.
         """
-        was_compared, *found = sums.compare(self._group)
-        told = gather_objects(found, self._group)
-        ranks = [rank for rank, (_, elements) in enumerate(told) if elements]
-        if self._has_sums is None and was_compared:
-            self._has_sums = not ranks
-        elif ranks:
-            parameter, elements = told[ranks[0]]
-            who = f"one of the {self._size} ranks adds wrongly, or what connects them is at fault"
-            if len(ranks) < self._size:
-                who = f"{self._described(ranks)} has received, or keeps, other sums than the rest"
-            self._raise_or_skip(
-                ComputeError(
-                    f"the all-reduce of step {step} gives something else than the sums of the ranks' gradients, in "
-                    f"{elements}: {who}",
-                    ranks,
-                    step,
-                    parameter,
-                )
+        was_compared, piece = sums.compare(self._group)
+        told = gather_objects((sums.why_not, piece), self._group)
+        ranks = [rank for rank, (_, one) in enumerate(told) if one]
+        reason = next((reason for reason, _ in told if reason), None)
+        if reason is None and self._has_sums is None:
+            if was_compared and not ranks:
+                self._has_sums = True
+            elif was_compared:
+                reason = "at its first check, an all-reduce does not give sums"
+            elif self.checks + 1 == _MOST_MISSED:
+                reason = f"{_MOST_MISSED} checks had too few sums that are larger than what rounding changes"
+        if reason is not None:
+            self._has_sums, self._why_no_sums = False, reason
+        elif (piece := next((one for _, one in told if one), None)) is not None:
+            parameter, begin, end = piece
+            what = "has received, or keeps, other sums than the rest"
+            if len(ranks) == self._size:
+                ranks, what = sums.culprits(piece, self._group)
+            who = self._described(ranks) if len(ranks) < self._size else f"one of the {self._size} ranks"
+            sums.forget()
+            error = ComputeError(
+                f"the all-reduce of step {step} gives something else than the sums of the ranks' gradients, in "
+                f"elements {begin} to {end - 1} of {parameter!r}: {who} {what}",
+                ranks,
+                step,
+                parameter,
             )
+            self._raise_or_skip(error)
+            return True
+        sums.forget()
+        return False
 
     def _are_equal(self, of_states: dict[str, int]) -> bool:
         """Returns False if an optimizer keeps states that differ between ranks from the first step on.

@@ -117,10 +117,11 @@ std::pair<std::string, std::string> nccl_library(const std::string& fallback) {
 }
 
 std::shared_ptr<Comm> nccl_comm(const std::string& process_group, const std::string& device, double timeout_s,
-                                const std::string& fallback, std::vector<int64_t> ranks) {
+                                const std::string& fallback, std::vector<int64_t> ranks, bool in_tree) {
   const c10::Device on(device);
   const auto release_cache = [on] { c10::getDeviceAllocator(on.type())->emptyCache(); };
-  return make_nccl_comm({find_nccl(fallback), process_group, on, timeout_s, release_cache, Ranks(std::move(ranks))});
+  return make_nccl_comm(
+      {find_nccl(fallback), process_group, on, timeout_s, release_cache, Ranks(std::move(ranks)), in_tree});
 }
 
 py::bytes address_bytes(const ShmSegment::Address& address) {
@@ -394,7 +395,7 @@ void register_ddp(py::module_& m) {
         py::arg("timeout_s"), py::arg("ranks") = std::vector<int64_t>(), py::arg("in_tree") = false, no_gil());
   m.def("nccl_library", &nccl_library, py::arg("fallback"), no_gil());
   m.def("nccl_comm", &nccl_comm, py::arg("process_group"), py::arg("device"), py::arg("timeout_s"), py::arg("fallback"),
-        py::arg("ranks") = std::vector<int64_t>(), no_gil());
+        py::arg("ranks") = std::vector<int64_t>(), py::arg("in_tree") = false, no_gil());
   m.def("nccl_memory_bytes", &nccl_memory_bytes);
   py::class_<StepTimes>(m, "Times")
       .def_readonly("forward_start", &StepTimes::forward_start)

@@ -4,6 +4,7 @@ python logical_nccl_ranks.py RANK SIZE STORE TRANSPORT CASE ...; the cases are t
 results, by case, in the folder of the store.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ def trained(name: str) -> list[Any]:
 
 
 def sums() -> list[Any]:
-    on_cpu.check_order("torch")
+    on_cpu.check_order(os.environ["DRIVETRAIN_TRANSPORT"])
     return []
 
 
@@ -112,12 +113,13 @@ CASES: dict[str, Callable[[], list[Any]]] = {
 
 
 def main() -> None:
-    _, chosen = join_group()
-    on_cpu.DEVICE, on_cpu.PARTS, on_cpu.WINDOWS = "cuda", 4, 2
+    os.environ["DRIVETRAIN_TRANSPORT"], chosen = join_group()
+    on_cpu.DEVICE = "cuda"
     if fake_cuda is not None:
         fake_cuda.set_delay(30_000)  # so that the host is ahead of most work
     found: dict[str, Any] = {}
     for name in chosen:
+        on_cpu.PARTS, on_cpu.WINDOWS = 4, 2
         rows = CASES[name]()
         found[name] = [[None if value is None else value.cpu() for value in row] for row in rows]
         if fake_cuda is not None:

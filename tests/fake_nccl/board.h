@@ -16,6 +16,7 @@ constexpr size_t kMailChunk = 1 << 18;
 struct Mail {
   std::atomic<int64_t> sent;
   std::atomic<int64_t> taken;
+  int64_t what[3];  // count, type and chunk of what was sent
   char values[kMailChunk];
 };
 

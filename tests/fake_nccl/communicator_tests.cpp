@@ -120,6 +120,72 @@ void test_parts() {
   on_ranks([&](int rank) { ranks[rank].reset(); });
 }
 
+NcclCommunicator::Collective message_of(const std::shared_ptr<std::vector<float>>& values, NcclCommunicator::Kind kind,
+                                        int peer) {
+  NcclCommunicator::Collective message = sum_of(values);
+  message.kind = kind;
+  message.root = peer;
+  return message;
+}
+
+// Every rank sends each one, itself included, another number of values, from few to several of the fake's chunks.
+void test_messages() {
+  using Kind = NcclCommunicator::Kind;
+  Ranks ranks = make_ranks(30);
+  on_ranks([&](int rank) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<NcclCommunicator::Collective> messages;
+      std::vector<std::shared_ptr<std::vector<float>>> received;
+      for (int peer = 0; peer < 2; ++peer) {
+        const auto count = [&](int from, int to) { return 1 + 70'001 * (2 * from + to) * (round % 2); };
+        const float value = static_cast<float>(10 * rank + peer);
+        const auto sent = std::make_shared<std::vector<float>>(count(rank, peer), value);
+        received.push_back(std::make_shared<std::vector<float>>(count(peer, rank)));
+        messages.push_back(message_of(received.back(), Kind::kReceive, peer));
+        messages.push_back(message_of(sent, Kind::kSend, peer));
+      }
+      ranks[rank]->wait(*ranks[rank]->start(messages, nullptr), nullptr);
+      for (int peer = 0; peer < 2; ++peer) {
+        const auto want = static_cast<float>(10 * peer + rank);
+        expect(received[peer]->front() == want && received[peer]->back() == want, "a message arrives");
+      }
+    }
+  });
+  on_ranks([&](int rank) { ranks[rank].reset(); });
+}
+
+// Starts the messages of a rank, and returns the error of the wait for them.
+std::string error_of_messages(NcclCommunicator& rank, const std::vector<NcclCommunicator::Collective>& messages) {
+  return error_of([&] {
+    const auto group = rank.start(messages, nullptr);
+    while (!rank.is_done(*group)) std::this_thread::yield();
+    rank.wait(*group, nullptr);
+  });
+}
+
+// A side that is missing, or that differs, is an error within the timeout.
+void test_messages_without_their_other_side() {
+  using Kind = NcclCommunicator::Kind;
+  const auto values = std::make_shared<std::vector<float>>(10, 1.0f);
+  const auto send = message_of(values, Kind::kSend, 1), receive = message_of(values, Kind::kReceive, 1);
+  for (const auto& message : {send, receive}) {
+    const std::string error = error_of_messages(*make_ranks(0.3)[0], {message});
+    expect(contains(error, "of 10 elements) did not end within the timeout of 0.3 s"), "messages end: " + error);
+  }
+  std::string error = error_of_messages(*make_ranks(30)[0], {message_of(values, Kind::kSend, 0)});
+  expect(contains(error, "sends to itself without an equal receive"), "a message to itself has two sides: " + error);
+  error = error_of_messages(*make_ranks(30)[0], {send, receive});
+  expect(contains(error, "receive 10 overlaps with float send 10"), "messages do not overlap: " + error);
+  Ranks ranks = make_ranks(3);
+  on_ranks([&](int rank) {
+    const auto of_rank = std::make_shared<std::vector<float>>(10 + rank, 1.0f);
+    const Kind kind = rank == 0 ? Kind::kSend : Kind::kReceive;
+    const std::string found = error_of_messages(*ranks[rank], {message_of(of_rank, kind, 1 - rank)});
+    const char* const want = rank == 0 ? "did not end within the timeout" : "a message of another count or type";
+    expect(contains(found, want), "both sides have one count: " + found);
+  });
+}
+
 void test_parts_that_overlap() {
   using Kind = NcclCommunicator::Kind;
   for (const Kind kind : {Kind::kReduceScatter, Kind::kAllGather}) {
@@ -270,6 +336,8 @@ void test_an_error_that_ends_a_collective() {
 int main() {
   test_groups();
   test_parts();
+  test_messages();
+  test_messages_without_their_other_side();
   test_parts_that_overlap();
   test_memory_outlives_communicator();
   test_teardown_with_a_collective_under_way();

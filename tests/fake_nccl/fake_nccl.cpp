@@ -12,6 +12,8 @@
 //   registration ends in the background once every rank has joined it. Until then the communicator refuses most calls.
 // - Two ranks on one GPU of a host (NCCL_HOSTID) are refused.
 // - Buffers that overlap other than in place are refused, and roots that no rank has. NCCL reports only the latter.
+// - Both sides of a message need equal counts and types. A send ends only once it is received, and without the other
+//   side never. A message of a rank to itself needs both sides in one group.
 //
 // FAKE_NCCL_VERSION is set at build time; functions of later versions are missing. communicator.h describes the log and
 // the faults.
@@ -163,10 +165,42 @@ void launch_queued(ncclComm& comm) {
   if (former != comm.device) set_device(former);
 }
 
+// Returns what is wrong with a group's messages; "": nothing. NCCL refuses messages of a rank to itself without both
+// sides. What it leaves in memory is undefined where a receive overlaps with another message.
+std::string defect_of_messages(const ncclComm& comm) {
+  std::vector<Operation> messages, to_self[2];
+  for (const Added& one : grouped) {
+    if (one.comm != &comm || !one.operation.is_between_two()) continue;
+    messages.push_back(one.operation);
+    if (one.operation.peer == comm.rank) to_self[one.operation.kind == Kind::kSend].push_back(one.operation);
+  }
+  const auto is_alike = [](const Operation& a, const Operation& b) { return a.count == b.count && a.type == b.type; };
+  if (!std::equal(to_self[0].begin(), to_self[0].end(), to_self[1].begin(), to_self[1].end(), is_alike)) {
+    return "a rank sends to itself without an equal receive in the group, or the reverse";
+  }
+  const auto begin = [](const Operation& of) { return static_cast<const char*>(of.to == nullptr ? of.from : of.to); };
+  for (const Operation& a : messages) {
+    const char* const end = begin(a) + a.count * bytes_of(a.type);
+    if (a.count > 0 && begin(a) == nullptr) return a.text() + " has no buffer";
+    for (const Operation& b : messages) {
+      const char* const other_end = begin(b) + b.count * bytes_of(b.type);
+      const bool overlaps = &a != &b && begin(a) < other_end && begin(b) < end;
+      if (a.kind == Kind::kRecv && overlaps) return a.text() + " overlaps with " + b.text() + " of its group";
+    }
+  }
+  return "";
+}
+
 ncclResult_t end_group() {
   std::vector<ncclComm*> comms;
   for (const Added& one : grouped) {
     if (std::find(comms.begin(), comms.end(), one.comm) == comms.end()) comms.push_back(one.comm);
+  }
+  for (const ncclComm* comm : comms) {
+    if (const std::string defect = defect_of_messages(*comm); !defect.empty()) {
+      grouped.clear();
+      return refuse(defect);
+    }
   }
   ncclResult_t result = ncclSuccess;
   for (ncclComm* comm : comms) {

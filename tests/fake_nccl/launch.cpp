@@ -41,6 +41,8 @@ class Progress {
     element_ = bytes_of(operation.type);
     per_chunk_ = (operation.is_between_two() ? kMailChunk : kChunk) / element_;
     chunks_ = (operation.count + per_chunk_ - 1) / per_chunk_;
+    if (operation.is_between_two())
+      chunks_ = std::max<size_t>(chunks_, 1);  // an empty message needs its other side too
     errs_ = fault(operation.text() + " errors");
     hangs_ = errs_ || fault(operation.text() + " hangs");
   }
@@ -85,6 +87,7 @@ class Progress {
     return State::kDone;
   }
 
+  // A send ends only once all of it is received, as NCCL need not hold any.
   State step_between_two() {
     const bool sends = operation_.kind == Kind::kSend;
     Mail& mail =
@@ -92,15 +95,20 @@ class Progress {
     for (; chunk_ < chunks_; ++chunk_) {
       const bool is_full = mail.sent > mail.taken;
       if (is_full == sends) return State::kAgain;
+      const int64_t what[3] = {static_cast<int64_t>(operation_.count), operation_.type, static_cast<int64_t>(chunk_)};
       if (sends) {
+        std::memcpy(mail.what, what, sizeof(what));
         std::memcpy(mail.values, from(), bytes());
         ++mail.sent;
+      } else if (std::memcmp(mail.what, what, sizeof(what)) != 0) {
+        comm_.fail(ncclInvalidUsage, operation_.text() + " got a message of another count or type");
+        return State::kAgain;
       } else {
         std::memcpy(to(), mail.values, bytes());
         ++mail.taken;
       }
     }
-    return State::kDone;
+    return sends && mail.sent > mail.taken ? State::kAgain : State::kDone;
   }
 
   size_t count() const { return std::min(per_chunk_, operation_.count - chunk_ * per_chunk_); }

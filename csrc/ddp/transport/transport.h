@@ -197,6 +197,7 @@ struct NcclOptions {
   double timeout_s = 0;
   std::function<void()> release_cache;  // returns unused memory of torch's allocator to the device
   Ranks ranks = {};
+  bool in_tree = false;  // sums floats in the order of a tree (rank_sum.h)
 };
 
 // Returns the bytes of device memory that NCCL transports of this process hold, and their peak. torch's allocator does

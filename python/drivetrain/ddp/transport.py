@@ -101,11 +101,11 @@ def make_comm(
         NotImplementedError: Likewise, or as `refuse_wire`.
     """
     refuse_wire(group, device, wire_dtype)
-    refuse_logical_ranks(choice, group, device, logical_ranks)
+    refuse_logical_ranks(group, device, logical_ranks)
     size = dist.get_world_size(group)
     in_tree = logical_ranks is not None and size > 1
     if choice == "nccl":
-        return _nccl_comm(group, device)
+        return _nccl_comm(group, device, in_tree=in_tree)
     if size == 1:
         wire_dtype = None
     hosts, why_not = _find_hosts(choice, group, device, wire_dtype)
@@ -146,17 +146,13 @@ def unconnected_comm(group: dist.ProcessGroup, device: torch.device, wire_dtype:
     return _comm_over(group, device)
 
 
-def refuse_logical_ranks(
-    choice: str, group: dist.ProcessGroup, device: torch.device, logical_ranks: int | None
-) -> None:
-    """Raises ValueError if the ranks do not divide logical_ranks; NotImplementedError for a transport or a backend."""
+def refuse_logical_ranks(group: dist.ProcessGroup, device: torch.device, logical_ranks: int | None) -> None:
+    """Raises ValueError if the ranks do not divide logical_ranks; NotImplementedError for a backend."""
     if logical_ranks is None:
         return
     if logical_ranks % dist.get_world_size(group):
         ranks = dist.get_world_size(group)
         raise ValueError(f"logical_ranks is {logical_ranks}, expected a multiple of the number of ranks, {ranks}.")
-    if choice == "nccl":
-        raise NotImplementedError("transport='nccl' does not go together with logical_ranks: use transport='torch'.")
     backend = backend_for(group, device)
     if (device.type, backend) not in (("cpu", "gloo"), ("cuda", "nccl")):
         raise NotImplementedError(
@@ -186,7 +182,7 @@ def nccl_package() -> str:
     return str(libraries[0]) if libraries else ""
 
 
-def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
+def _nccl_comm(group: dist.ProcessGroup, device: torch.device, *, in_tree: bool) -> _C.Comm:
     why_not, library = "", nccl_package()
     if is_foreign(group):
         raise RuntimeError("transport 'nccl' cannot be used: process_group is not one of torch.distributed's.")
@@ -209,6 +205,7 @@ def _nccl_comm(group: dist.ProcessGroup, device: torch.device) -> _C.Comm:
         timeout_s=group_timeout(group, device).total_seconds(),
         fallback=library,
         ranks=dist.get_process_group_ranks(group),
+        in_tree=in_tree,
     )
 
 

@@ -23,6 +23,7 @@
 #include "ddp/transport/profiler_record.h"
 #include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/transport.h"
+#include "ddp/transport/tree_sum.h"
 
 namespace drivetrain::ddp {
 namespace {
@@ -131,6 +132,7 @@ const char* name_of(const std::vector<NcclCommunicator::Collective>& collectives
   const bool is_alone = collectives.size() == 1;
   const Kind kind = collectives[0].kind;
   const auto is_other = [&](const auto& collective) { return collective.kind != kind; };
+  if (kind == Kind::kSend || kind == Kind::kReceive) return "all_to_all";
   if (std::any_of(collectives.begin(), collectives.end(), is_other)) return "coalesced";
   switch (kind) {
     case Kind::kReduceScatter:
@@ -160,6 +162,8 @@ class NcclComm final : public Comm {
     const ncclUniqueId id = share_id(*api_, *group_, group_name_, ranks(), timeout_);
     communicator_ = std::make_unique<NcclCommunicator>(NcclCommunicator::Options{
         api_, id, group_->getSize(), group_->getRank(), std::max<int>(device_.index(), 0), timeout_});
+    if (!options.in_tree) return;
+    tree_ = std::make_unique<TreeSum>(rank(), size(), [this](const auto&... given) { return exchange(given...); });
   }
 
   // Waits for the communicator's thread. The last owner of the group also waits for the group's threads.
@@ -202,7 +206,8 @@ class NcclComm final : public Comm {
         sparse_ = make_torch_comm(group_name_, group_->getBackend(device_.type())->getBackendName(), ranks());
       return sparse_->start_sum(flat);
     }
-    return recording_collective("nccl:all_reduce", tag(), flat, [&] {
+    return recording_collective("nccl:all_reduce", tag(), flat, [&]() -> std::unique_ptr<PendingReduce> {
+      if (tree_ && TreeSum::takes(flat)) return tree_->start(flat);
       auto started = begin(flat);
       add(started, whole(flat));
       return std::make_unique<NcclReduce>(*this, std::move(started));
@@ -211,6 +216,10 @@ class NcclComm final : public Comm {
 
   std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
                                                bool as_sum) override {
+    if (tree_ && TreeSum::takes(flat)) {
+      return recording_collective("nccl:reduce_scatter", tag(), flat,
+                                  [&] { return tree_->start_scatter(flat, *ranges); });
+    }
     std::vector<RangeCall> calls;
     if (size() > 1 && flat.layout() == at::kStrided) {
       calls = scatter_calls(*ranges, static_cast<int64_t>(flat.nbytes()), size());
@@ -245,7 +254,9 @@ class NcclComm final : public Comm {
     for (auto& [collective, weak] : held_back_) {
       const std::shared_ptr<Started> one = weak.lock();
       if (!one) continue;  // its step was given up
-      numel += static_cast<int64_t>(collective.count) * (collective.own == nullptr ? 1 : size());
+      if (collective.kind != Kind::kReceive) {
+        numel += static_cast<int64_t>(collective.count) * (collective.own == nullptr ? 1 : size());
+      }
       collectives.push_back(std::move(collective));
       started.push_back(one);
     }
@@ -329,12 +340,34 @@ class NcclComm final : public Comm {
     return collective;
   }
 
+  // See TreeSum::Exchange. Begins at once, as the sum waits for it. NCCL sends no message of 0 bytes.
+  std::unique_ptr<PendingReduce> exchange(const at::Tensor& received, const at::Tensor& sent,
+                                          const std::vector<int64_t>& received_counts,
+                                          const std::vector<int64_t>& sent_counts) {
+    flush();
+    auto started = begin(sent);
+    const auto add_messages = [&](const at::Tensor& bytes, const std::vector<int64_t>& counts, Kind kind) {
+      int64_t begin = 0;
+      for (int rank = 0; rank < size(); begin += counts[rank++]) {
+        NcclCommunicator::Collective message = whole(bytes.narrow(0, begin, counts[rank]));
+        message.kind = kind;
+        message.root = rank;
+        if (message.count > 0) add(started, std::move(message));
+      }
+    };
+    add_messages(sent, sent_counts, Kind::kSend);
+    add_messages(received, received_counts, Kind::kReceive);
+    flush();
+    return std::make_unique<NcclReduce>(*this, std::move(started));
+  }
+
   void release() {
     held_back_.clear();
     if (const std::string left = communicator_ ? communicator_->end() : ""; !left.empty()) {
       TORCH_WARN("drivetrain: ", left);
     }
     communicator_.reset();
+    tree_.reset();
     sparse_.reset();
     group_.reset();
   }
@@ -348,6 +381,7 @@ class NcclComm final : public Comm {
   std::string why_not_;  // why gradients lie in torch's memory instead of NCCL's
   std::unique_ptr<NcclCommunicator> communicator_;
   std::unique_ptr<Comm> sparse_;
+  std::unique_ptr<TreeSum> tree_;  // null: NCCL sums in its own order
   std::vector<std::pair<NcclCommunicator::Collective, std::weak_ptr<Started>>> held_back_;
   int64_t num_launched_ = 0;
 };

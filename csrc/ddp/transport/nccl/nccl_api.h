@@ -26,7 +26,9 @@ namespace drivetrain::ddp {
   F(ncclReduceScatter)      \
   F(ncclReduce)             \
   F(ncclAllGather)          \
-  F(ncclBroadcast)
+  F(ncclBroadcast)          \
+  F(ncclSend)               \
+  F(ncclRecv)
 
 // These functions are null where the library is older.
 #define DT_NCCL_OPTIONAL(F) \

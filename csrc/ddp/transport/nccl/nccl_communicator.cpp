@@ -31,11 +31,7 @@ std::atomic<int64_t> most_bytes{0};
 double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
 
 void pause(Clock::time_point since) {
-  if (Clock::now() - since < kStateSpin) {
-    std::this_thread::yield();
-  } else {
-    std::this_thread::sleep_for(kPause);
-  }
+  Clock::now() - since < kStateSpin ? std::this_thread::yield() : std::this_thread::sleep_for(kPause);
 }
 
 // A query leaves cudaErrorNotReady behind, which the next check of a kernel's launch would report.
@@ -367,6 +363,12 @@ ncclResult_t NcclCommunicator::call(const Collective& of, const char*& name) con
     case Kind::kBroadcast:
       name = "ncclBroadcast";
       return api.ncclBroadcast(of.values, of.values, of.count, of.type, of.root, handle_->comm, stream_);
+    case Kind::kSend:
+      name = "ncclSend";
+      return api.ncclSend(of.values, of.count, of.type, of.root, handle_->comm, stream_);
+    case Kind::kReceive:
+      name = "ncclRecv";
+      return api.ncclRecv(of.values, of.count, of.type, of.root, handle_->comm, stream_);
   }
   throw InvariantError("unknown kind of collective");
 }

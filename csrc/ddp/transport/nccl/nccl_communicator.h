@@ -35,9 +35,9 @@ class NcclCommunicator {
     std::chrono::nanoseconds timeout{};
   };
 
-  enum class Kind { kAllReduce, kReduceScatter, kReduce, kAllGather, kBroadcast };
+  enum class Kind { kAllReduce, kReduceScatter, kReduce, kAllGather, kBroadcast, kSend, kReceive };
 
-  // A collective in place. Reductions leave sums.
+  // A collective in place, or one rank's side of a message. Reductions leave sums.
   struct Collective {
     void* values = nullptr;
     size_t count = 0;  // as NCCL takes it: of one rank's part for kReduceScatter and kAllGather
@@ -45,7 +45,7 @@ class NcclCommunicator {
     std::shared_ptr<void> keep;  // owns the values; released once the collective has ended
     Kind kind = Kind::kAllReduce;
     void* own = nullptr;  // this rank's part of the values, of kReduceScatter and kAllGather
-    int root = 0;         // whom kReduce leaves the sum, and whose values kBroadcast sends
+    int root = 0;         // whom kReduce leaves the sum, whose values kBroadcast sends, and the other side of a message
   };
 
   // A group of collectives that begin and end together.

@@ -1,11 +1,8 @@
 // Implements the transport over any torch process group.
 #include "ddp/transport/torch/torch_group.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -22,7 +19,6 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/stream_order.h"
 #include "ddp/transport/torch/scatter.h"
 
 namespace drivetrain::ddp {
@@ -148,21 +144,14 @@ class FutureReduce final : public PendingReduce {
   at::Tensor flat_;  // undefined once the result is there
 };
 
-// Adds rows [a power of two, n] in the order of a binary tree, and writes the sum over each of them. ATen rounds every
-// sum to the rows' type, as the kernels of rank_sum.h do.
-void add_in_tree(const at::Tensor& rows) {
-  at::Tensor sums = rows;
-  while (sums.size(0) > 1) {
-    const at::Tensor pairs = sums.view({sums.size(0) / 2, 2, rows.size(1)});
-    sums = pairs.select(1, 0).add_(pairs.select(1, 1));
-  }
-  rows.narrow(0, 1, rows.size(0) - 1).copy_(sums);
-}
-
 }  // namespace
 
 TorchComm::TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string backend, Ranks ranks, bool in_tree)
-    : Comm(std::move(ranks)), group_(std::move(group)), backend_(std::move(backend)), in_tree_(in_tree) {}
+    : Comm(std::move(ranks)), group_(std::move(group)), backend_(std::move(backend)) {
+  if (!in_tree) return;
+  tree_ =
+      std::make_unique<TreeSum>(rank(), size(), [this](const auto&... given) { return start_all_to_all(given...); });
+}
 
 // Releases the GIL, as the group's last owner joins its threads, which may wait for the GIL to free a tensor.
 TorchComm::~TorchComm() {
@@ -177,7 +166,7 @@ at::Tensor TorchComm::allocate(int64_t bytes, c10::Device device) {
 }
 
 std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
-  if (in_tree_ && flat.is_floating_point() && flat.is_cuda() && flat.numel() > 0) return start_sum_in_tree(flat);
+  if (tree_ && TreeSum::takes(flat)) return tree_->start(flat);
   std::vector<at::Tensor> tensors = {flat};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::SUM;
@@ -185,41 +174,9 @@ std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
   return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
 }
 
-// Sends every rank its piece of all ranks' values, adds the own piece on another stream, and sends the sum back. The
-// host waits for nothing, and NCCL's calls have the same order on all ranks.
-std::unique_ptr<PendingReduce> TorchComm::start_sum_in_tree(const at::Tensor& flat) {
-  DT_INVARIANT(flat.is_contiguous());
-  const int64_t element = flat.element_size();
-  std::vector<int64_t> counts;  // bytes of each rank's piece
-  for (int piece = 0; piece < size(); ++piece) {
-    const int64_t end = piece_begin(flat.numel(), piece + 1, size());
-    counts.push_back((end - piece_begin(flat.numel(), piece, size())) * element);
-  }
-  const std::vector<int64_t> own_counts(size(), counts[rank()]);
-  const at::Tensor bytes = flat.view(at::kByte);
-
-  const c10::Stream adding = adding_stream(flat.device());
-  run_after(adding, *stream_on(flat.device()));
-  record_use(flat.storage(), adding);
-  const c10::StreamGuard guard(adding);
-  const at::Tensor received = at::empty({size() * counts[rank()]}, bytes.options());
-  start_all_to_all(received, bytes, own_counts, counts)->wait();
-  add_in_tree(received.view(flat.scalar_type()).view({size(), counts[rank()] / element}));
-  auto back = start_all_to_all(bytes, received, counts, own_counts);
-  back->wait();  // the next sum on this stream gets the memory of `received`
-  return back;
-}
-
-c10::Stream TorchComm::adding_stream(c10::Device device) {
-  const auto known = adding_.find(device.index());
-  if (known != adding_.end()) return known->second;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  return adding_.emplace(device.index(), guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true)).first->second;
-}
-
 std::unique_ptr<PendingReduce> TorchComm::start_scatter(const at::Tensor& flat,
                                                         const std::shared_ptr<const RankRanges>& ranges, bool as_sum) {
-  if (in_tree_) return start_sum(flat);
+  if (tree_ && TreeSum::takes(flat)) return tree_->start_scatter(flat, *ranges);
   if (backend_ == "nccl" && size() > 1 && flat.layout() == at::kStrided && flat.is_cuda()) {
     const auto calls = scatter_calls(*ranges, static_cast<int64_t>(flat.nbytes()), size());
     if (!calls.empty()) return start_calls(flat, calls, /*gathers=*/false);

@@ -2,11 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Stream.h>
 
 #include <chrono>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -15,6 +13,7 @@
 
 #include "ddp/transport/rank_ranges.h"
 #include "ddp/transport/transport.h"
+#include "ddp/transport/tree_sum.h"
 
 namespace drivetrain::ddp {
 
@@ -66,16 +65,13 @@ class TorchComm final : public Comm {
   std::unique_ptr<TorchReduce> start_all_gather(const at::Tensor& whole, const at::Tensor& own);
 
  private:
-  std::unique_ptr<PendingReduce> start_sum_in_tree(const at::Tensor& flat);
-  c10::Stream adding_stream(c10::Device device);
   std::unique_ptr<PendingReduce> start_calls(const at::Tensor& flat, const std::vector<RangeCall>& calls, bool gathers);
   void start_call(const at::Tensor& flat, const RangeCall& call, bool gathers);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::string backend_;
-  const bool in_tree_;
-  std::map<c10::DeviceIndex, c10::Stream> adding_;  // the streams on which sums in the order of a tree are added
-  std::shared_ptr<TorchComm> returning_;            // null: sums go to one rank each
+  std::unique_ptr<TreeSum> tree_;         // null: the group sums in its own order
+  std::shared_ptr<TorchComm> returning_;  // null: sums go to one rank each
 };
 
 }  // namespace drivetrain::ddp

@@ -39,7 +39,8 @@ constexpr const char* kEqualBackwards =
 }  // namespace
 
 void scale_by(const at::Tensor& values, const at::Tensor& factor) {
-  const at::Tensor real = as_real(values);
+  // torch multiplies two tensors without dimensions in the wider type.
+  const at::Tensor real = values.dim() == 0 ? as_real(values).unsqueeze(0) : as_real(values);
   const at::Tensor here = factor.to(real.device(), /*non_blocking=*/true);
   if (real.element_size() > 2) {
     real.mul_(here.squeeze());

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import drivetrain
 from ddp_cases import SMALL_BUCKETS, OnRanks, TorchDDP, assert_equal_on_ranks, message_of
+from drivetrain import _C
 from drivetrain import DistributedDataParallel as DDP
 from ranks import run_on
 
@@ -569,3 +570,13 @@ def test_a_wrapped_optimizer_with_a_scaler_needs_it_passed() -> None:
     optimizer.scaler = torch.amp.GradScaler("cpu")  # Accelerate's wrapper has this attribute.
     with pytest.raises(ValueError, match=r"pass scaler=accelerator\.scaler"):
         drivetrain.accumulate(model, optimizer, 2)
+
+
+def test_a_factor_of_a_device_gives_a_scalar_the_bits_of_its_bucket() -> None:
+    for seed in range(20):
+        rng = torch.Generator().manual_seed(seed)
+        bucket, factor = torch.rand(3, generator=rng), torch.rand(1, generator=rng, dtype=torch.float64)
+        scalar = bucket[0].clone()
+        _C.scale_by(bucket, factor)
+        _C.scale_by(scalar, factor)
+        assert torch.equal(scalar, bucket[0])

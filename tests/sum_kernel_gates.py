@@ -24,6 +24,7 @@ class Limits(NamedTuple):
 # Formats in names: 0 float32, 1 float64, 2 bfloat16, 3 float16, 7 bfloat16 and a byte, 11 signed codes.
 LIMITS = (
     Limits("10chunk_sums", most_registers=64, least_bytes=64),
+    Limits("13chunk_sums_of", most_registers=64, least_bytes=64),
     Limits("20compute_grad_scaling", most_registers=64, least_bytes=32, most_barriers=3),
     # Each array's loads are in a basic block of their own, which its format chooses. Together they have 128 bytes in
     # flight for LAMB and 64 for Adafactor in float32.

@@ -47,8 +47,6 @@ std::vector<Gradient> gradients_of(const std::vector<at::Tensor>& tensors) {
 
 double sum_of_squares_of(const std::vector<at::Tensor>& tensors) { return sum_of_squares(gradients_of(tensors)); }
 
-std::vector<double> chunk_sums_of(const std::vector<at::Tensor>& tensors) { return chunk_sums(gradients_of(tensors)); }
-
 // Returns whether passes of native code may replace torch's operations: nothing observes these, and the gradients are
 // dense tensors of the host.
 bool are_plain(const std::vector<at::Tensor>& grads) {
@@ -107,8 +105,6 @@ void register_grad(py::module_& m) {
   using no_gil = py::call_guard<py::gil_scoped_release>;  // A hook that holds its mutex never waits for the GIL.
   m.def("has_block_products", &has_block_products);
   m.def("sum_of_squares", &sum_of_squares_of, py::arg("tensors"), no_gil());
-  m.def("chunk_sums", &chunk_sums_of, py::arg("tensors"), no_gil());
-  m.def("sum_of_chunks", &sum_of_chunks, py::arg("sums"), no_gil());
   m.def("clip_norm", &clip_norm, py::arg("grads"), no_gil());
   m.def("multiply_gradients", &multiply_gradients, py::arg("grads"), py::arg("factor"), no_gil());
   // Python hooks on saved tensors may raise, as activation checkpointing's hooks do. torch's errors must keep torch's

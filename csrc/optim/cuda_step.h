@@ -24,6 +24,8 @@ struct GradScalingScalars {
 // Enqueues the sums of squares of the gradients of some parameters, chunk by chunk (formats/summation.h) in their
 // order.
 void chunk_sums_cuda(const ParamJob* params, int32_t num_params, int64_t num_chunks, double* sums, void* stream);
+// Likewise of one gradient.
+void chunk_sums_cuda(const formats::TypedArray& values, int64_t numel, double* sums, void* stream);
 
 // Computes grad_scaling_of() on the device, with the sum over all chunks.
 void compute_grad_scaling_cuda(const GradScalingOptions& asked, const GradScalingScalars& scalars,

@@ -46,7 +46,8 @@ __device__ __forceinline__ double sum_of_chunk(const void* data, int64_t begin, 
   return sum_of_slots(slots);
 }
 
-__device__ double chunk_sum(const TypedArray& stream, int64_t begin, int64_t end) {
+__device__ double chunk_sum(const TypedArray& stream, int64_t numel, int64_t chunk) {
+  const int64_t begin = chunk * kChunk, end = numel < begin + kChunk ? numel : begin + kChunk;
   switch (stream.format) {
     case Format::kFloat64:
       return sum_of_chunk<8>(stream.data, begin, end, [](const auto& words, int k) { return double_of(words, k); });
@@ -65,13 +66,26 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t chunk = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
   if (chunk >= num_chunks) return;
   const ParamJob& param = params[last_from_in_warp(params, num_params, &ParamJob::first_chunk, chunk)];
-  const int64_t begin = (chunk - param.first_chunk) * kChunk;
-  const int64_t end = param.numel < begin + kChunk ? param.numel : begin + kChunk;
-  const double sum = chunk_sum(param.grad, begin, end);
+  const double sum = chunk_sum(param.grad, param.numel, chunk - param.first_chunk);
+  if (lane_of_thread() == 0) sums[chunk] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads, 4)
+    chunk_sums_of(TypedArray values, int64_t numel, int64_t num_chunks, double* sums) {
+  const int64_t chunk = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
+  if (chunk >= num_chunks) return;
+  const double sum = chunk_sum(values, numel, chunk);
   if (lane_of_thread() == 0) sums[chunk] = sum;
 }
 
 }  // namespace
+
+void chunk_sums_cuda(const TypedArray& values, int64_t numel, double* sums, void* stream) {
+  const int64_t chunks = num_chunks(numel);
+  if (chunks == 0) return;
+  launch_cuda("launching the norm of a gradient", chunk_sums_of, (chunks + kWarps - 1) / kWarps, kThreads, stream,
+              values, numel, chunks, sums);
+}
 
 void chunk_sums_cuda(const ParamJob* params, int32_t num_params, int64_t num_chunks, double* sums, void* stream) {
   if (num_chunks == 0) return;

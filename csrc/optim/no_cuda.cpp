@@ -7,6 +7,7 @@ namespace drivetrain::optim {
 
 bool has_cuda() { return false; }
 void chunk_sums_cuda(const ParamJob*, int32_t, int64_t, double*, void*) { refuse_cuda(); }
+void chunk_sums_cuda(const formats::TypedArray&, int64_t, double*, void*) { refuse_cuda(); }
 void compute_grad_scaling_cuda(const GradScalingOptions&, const GradScalingScalars&, const double*, int64_t,
                                GradScaling*, void*) {
   refuse_cuda();

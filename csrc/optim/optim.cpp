@@ -1,6 +1,7 @@
 // Registers the optimizer step with Python: reads the step, and picks device and instruction set.
 #include "optim/optim.h"
 
+#include <ATen/ops/tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -18,7 +19,9 @@
 #include "base/check.h"
 #include "base/hash.h"
 #include "base/parallel.h"
+#include "base/torch_text.h"
 #include "ddp/transport/torch/torch_group.h"
+#include "formats/storage_torch.h"
 #include "formats/total.h"
 #include "grad/norm.h"
 #include "optim/adafactor.h"
@@ -147,6 +150,16 @@ double sum_of_squares(const std::vector<Batch*>& batches) {
   return grad::sum_of_squares(gradients);
 }
 
+// Sums the squares of floating values [any], chunk by chunk in memory order: float64 [chunks] on their device.
+at::Tensor chunk_sums(const at::Tensor& values) {
+  if (!values.is_contiguous() || !formats::format_of(values.scalar_type())) {
+    throw UserTypeError(text("values are ", values.scalar_type(), " with strides ", values.strides(),
+                             ", expected contiguous floating values."));
+  }
+  if (values.is_cuda()) return chunk_sums_on_device(values);
+  return at::tensor(grad::chunk_sums({{formats::array_of(values), formats::real_numel(values)}}), at::kDouble);
+}
+
 // Options of a step besides its rules: unscaling, clipping, overflow checks, zeroing.
 struct StepOptions {
   using Scalar = std::variant<double, at::Tensor>;  // a tensor has one element on a CUDA device
@@ -156,7 +169,7 @@ struct StepOptions {
   bool check_finite = false;  // skips the step if a gradient is not finite, as max_grad_norm does
   bool zero_grads = false;
   std::optional<at::Tensor> overflow;  // receives 1 if a gradient is not finite, else 0
-  // float64 with one element: takes the place of the sum over this step's gradients, where ranks share them.
+  // float64 [any]: sums of chunks that replace the step's own, where ranks share its gradients.
   std::optional<at::Tensor> sum_of_squares = std::nullopt;
   bool statistics = false;  // measures each parameter
   std::optional<MuonRanks> matrix_ranks = std::nullopt;
@@ -262,7 +275,9 @@ void run(StepReader& reader, const std::vector<Batch*>& batches, const StepOptio
   const GradScalingOptions asked = options.asked();
   result.measures = asked.measures;
   const auto sum = [&] {
-    return options.sum_of_squares ? options.sum_of_squares->item<double>() : sum_of_squares(batches);
+    if (!options.sum_of_squares) return sum_of_squares(batches);
+    const at::Tensor sums = options.sum_of_squares->to(at::kCPU, at::kDouble).contiguous();
+    return grad::sum_of_chunks({sums.data_ptr<double>(), sums.data_ptr<double>() + sums.numel()});
   };
   if (!is_on_device) result.grad_scaling = grad_scaling_of(asked, asked.measures ? sum() : 0);
   plan_matrices(reader, batches, options.matrix_ranks.value_or(MuonRanks()), result.grad_scaling.skips);
@@ -380,6 +395,7 @@ void register_optim(py::module_& m) {
       .def_property_readonly("skipped", &StepResult::skipped);
   m.def("optim_step", &step, py::arg("reader"), py::arg("groups"), py::arg("rules"), py::arg("hypers"),
         py::arg("precisions"), py::arg("state"), py::arg("fresh"), py::arg("options"));
+  m.def("chunk_sums", &chunk_sums, py::arg("values"), py::call_guard<py::gil_scoped_release>());
   m.def("optim_check_hypers", &check_hypers, py::arg("hypers"), py::arg("group"));
   m.def("num_step_threads", &num_step_threads);
   m.def("has_cuda", &has_cuda);

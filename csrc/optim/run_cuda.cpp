@@ -5,6 +5,8 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "base/current_stream.h"
+#include "formats/storage_torch.h"
+#include "formats/summation.h"
 
 namespace drivetrain::optim {
 namespace {
@@ -94,7 +96,7 @@ at::Tensor compute_grad_scaling_on_device(const std::vector<Batch*>& batches, co
   const c10::DeviceGuard guard(device);
   void* const stream = current_stream(device);
   const bool sums_here = asked.measures && !sum_of_squares;
-  int64_t num_chunks = sum_of_squares ? 1 : 0;
+  int64_t num_chunks = sum_of_squares ? sum_of_squares->numel() : 0;
   if (sums_here) {
     for (const Batch* batch : batches) num_chunks += batch->num_chunks;
   }
@@ -113,6 +115,14 @@ at::Tensor compute_grad_scaling_on_device(const std::vector<Batch*>& batches, co
   compute_grad_scaling_cuda(asked, scalars, all, num_chunks, static_cast<GradScaling*>(grad_scaling.data_ptr()),
                             stream);
   return grad_scaling;
+}
+
+at::Tensor chunk_sums_on_device(const at::Tensor& values) {
+  const c10::DeviceGuard guard(values.device());
+  const int64_t numel = formats::real_numel(values);
+  const at::Tensor sums = at::empty({formats::num_chunks(numel)}, values.options().dtype(at::kDouble));
+  chunk_sums_cuda(formats::array_of(values), numel, sums.data_ptr<double>(), current_stream(values.device()));
+  return sums;
 }
 
 void run_on_device(Batch& batch, StepJob job) {

@@ -16,10 +16,13 @@ namespace drivetrain::optim {
 void place_on_device(Batch& batch);
 
 // Computes the grad scaling of all batches, which share one device, there. Returns a GradScaling as bytes.
-// sum_of_squares: float64 with one element there, in place of the batches' own sum.
+// sum_of_squares: float64 [any] there, the sums of chunks in place of the batches' own.
 at::Tensor compute_grad_scaling_on_device(const std::vector<Batch*>& batches, const GradScalingOptions& asked,
                                           const GradScalingScalars& scalars,
                                           const std::optional<at::Tensor>& sum_of_squares);
+
+// Sums the squares of contiguous values, chunk by chunk: float64 [chunks] on their device.
+at::Tensor chunk_sums_on_device(const at::Tensor& values);
 
 // Runs a batch. One launch computes the rules' scalars and the step counters. Another makes the step, or one per set of
 // storage formats with a specialized kernel. Rules with a trust ratio add two launches, and Adafactor's matrices three

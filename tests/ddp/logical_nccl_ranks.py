@@ -26,6 +26,7 @@ try:
 except ModuleNotFoundError:  # a GPU
     fake_cuda = None
 
+WAYS: tuple[dict[str, Any], ...] = ({}, on_cpu.SHARDED, on_cpu.IN_ROWS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -33,6 +34,9 @@ def trained(name: str) -> list[Any]:
     # The stand-in has no norms of 16-bit values.
     on_cpu.Model.Norm = nn.Identity if name == "bfloat16" else nn.BatchNorm1d
     result = on_cpu.train_on_ranks(DTYPES[name], {}, on_cpu.WINDOWS)
+    if name != "bfloat16":
+        sharded = on_cpu.train_on_ranks(DTYPES[name], on_cpu.SHARDED, on_cpu.WINDOWS)
+        on_cpu.assert_same_bits(sharded, result, f"{name}, sharded")
     if dist.get_world_size() == 1:
         on_cpu.assert_same_bits(result, on_cpu.train_in_one_process(DTYPES[name]), f"{name}, one process")
     return result
@@ -41,6 +45,16 @@ def trained(name: str) -> list[Any]:
 def sums() -> list[Any]:
     on_cpu.check_order(os.environ["DRIVETRAIN_TRANSPORT"])
     return []
+
+
+def scaled_in_groups() -> list[Any]:
+    """With four ranks, two share states and rows, and the other two have them as well."""
+    return on_cpu.train_scaled(on_cpu.IN_ROWS, 2 if dist.get_world_size() == 4 else 0)
+
+
+def in_shards(name: str) -> list[Any]:
+    on_cpu.PARTS = 8  # each rank's last one uses all parameters
+    return [row for options in (on_cpu.SHARDED, on_cpu.IN_ROWS) for row in on_cpu.train_all(name, options)]
 
 
 def streams(steps: int) -> list[Any]:
@@ -104,7 +118,9 @@ def generators() -> list[Any]:
 
 CASES: dict[str, Callable[[], list[Any]]] = {
     **{name: lambda name=name: trained(name) for name in DTYPES},
-    "scaled": lambda: on_cpu.train_scaled({}),
+    "scaled": lambda: [row for way in WAYS for row in on_cpu.train_scaled(way)],
+    "scaled in groups": scaled_in_groups,
+    **{name: lambda name=name: in_shards(name) for name in on_cpu.ALL},
     "sums": sums,
     "streams": lambda: streams(2) + streams(3),
     "written": written,

@@ -12,7 +12,8 @@ from test_nccl_gpu import on_gpu, run_ranks
 
 pytestmark = pytest.mark.gpu
 
-CASES = ("float32", "bfloat16", "float64", "scaled", "streams", "written", "generators")
+CASES = ("float32", "bfloat16", "float64", "scaled", "scaled in groups", "streams", "written", "generators")
+OPTIMIZERS = ("8 bits, kahan", "torch", "two rules", "LAMB", "Adafactor", "Muon")
 
 
 def results_of(folder: Path, ranks: int, carrier: str, *cases: str) -> list[dict[str, Any]]:
@@ -34,7 +35,7 @@ def _path() -> Any:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, _path: None) -> dict[str, Any]:
     """Returns the results of one rank, which equal those of torch's autograd and optimizer."""
-    (result,) = results_of(tmp_path_factory.mktemp("logical") / "alone", 1, "torch", *CASES)
+    (result,) = results_of(tmp_path_factory.mktemp("logical") / "alone", 1, "torch", *CASES, *OPTIMIZERS)
     return result
 
 
@@ -44,6 +45,38 @@ def test_bits_of_one_rank(tmp_path: Path, alone: dict[str, Any], ranks: int, car
     for rank, result in enumerate(results_of(tmp_path / "ranks", ranks, carrier, "sums", *CASES)):
         for name in CASES:
             assert_same_bits(result[name], alone[name], f"{name}, rank {rank} of {ranks}")
+
+
+@pytest.mark.parametrize("carrier", ["torch", "nccl"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bits_of_sharded_optimizers(tmp_path: Path, alone: dict[str, Any], ranks: int, carrier: str) -> None:
+    for rank, result in enumerate(results_of(tmp_path / "ranks", ranks, carrier, *OPTIMIZERS)):
+        for name in OPTIMIZERS:
+            assert_same_bits(result[name], alone[name], f"{name}, rank {rank} of {ranks}")
+
+
+@pytest.mark.parametrize("carrier", ["torch", "nccl"])
+def test_rows_are_not_sent_back(tmp_path: Path, carrier: str) -> None:
+    """The stand-in's log has the bytes of each message."""
+    sent = {}
+    for shard in ("optimizer", "gradients"):
+        script = f"""
+        import drivetrain
+        model = DDP(net, logical_ranks=4, shard={shard!r}, transport={carrier!r})
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        with drivetrain.accumulate(model, optimizer, 1) as window:
+            for _ in range(3):
+                window.backward(model(torch.randn(8, 10, device="cuda")).sum())
+        torch.cuda.synchronize()
+        """
+        folder = tmp_path / shard
+        folder.mkdir()
+        for code, output in on_gpu(script, 4, folder):
+            assert code == 0, output
+        if not (folder / "log-0").exists():
+            pytest.skip("this NCCL writes no log of its messages")
+        sent[shard] = sum(map(int, re.findall(r"send (\d+)", (folder / "log-0").read_text())))
+    assert 0.4 * sent["optimizer"] < sent["gradients"] < 0.6 * sent["optimizer"], sent
 
 
 @pytest.mark.parametrize("carrier", ["torch", "nccl"])

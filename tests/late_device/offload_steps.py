@@ -567,9 +567,9 @@ def period(flops: float, mode: str) -> float:
         late.advance(12 * numel * ratio / MEMORY if not result.missing else 0)
         return result
 
-    def timed_sums(grads: list[Tensor]) -> list[float]:
-        late.advance(sum(grad.nbytes for grad in grads) * ratio / MEMORY)
-        return chunk_sums(grads)
+    def timed_sums(grad: Tensor) -> Tensor:
+        late.advance(grad.nbytes * ratio / MEMORY)
+        return chunk_sums(grad)
 
     _C.optim_step, _C.chunk_sums = timed_step, timed_sums
     late.set_model(ratio / LINK, ratio * TOKENS / REAL_TOKENS / flops)

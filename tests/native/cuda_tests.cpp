@@ -109,6 +109,12 @@ void test_norm_of_views() {
         }
       }
       optim::chunk_sums_cuda(jobs.data(), static_cast<int32_t>(jobs.size()), num_chunks, found.data(), nullptr);
+      for (const optim::ParamJob& job : jobs) {
+        std::vector<double> alone(formats::num_chunks(job.numel));
+        optim::chunk_sums_cuda(job.grad, job.numel, alone.data(), nullptr);
+        expect(std::memcmp(alone.data(), &found[job.first_chunk], alone.size() * sizeof(double)) == 0,
+               text("CUDA norm of one gradient of ", job.numel, " elements: other sums than of all"));
+      }
       for (size_t i = 0; i < found.size(); ++i) {
         const bool both_nan = std::isnan(found[i]) && std::isnan(expected[i]);
         expect(both_nan || found[i] == expected[i], text("CUDA norm of views, chunk ", i, ": another sum"));

@@ -120,20 +120,25 @@ class KeptRows:
             raise
         finally:
             self._is_weighted = False
+        self._take_total(reducer, ends)
+        self._seen = self._see()
+
+    def divide(self, weight: float) -> None:
+        """Divides the rows that a weighted backward has reduced by the ranks' weights. Nothing was kept before it.
+
+        weight: a part of this rank's weight.
+        """
+        reducer = self._reducer()
+        assert reducer is not None
+        self._own_weight = weight
+        self._take_total(reducer, ends=True)
+
+    def _take_total(self, reducer: "Reducer", ends: bool) -> None:
         total = reducer.weighted_total()
         if isinstance(total, Tensor):
             self._count_on_device(reducer, total, ends)
         else:
             self._count(*total, ends)
-        self._seen = self._see()
-
-    def divide(self) -> None:
-        """Divides the rows that a weighted backward has reduced by the ranks' weights. Nothing was kept before it."""
-        reducer = self._reducer()
-        assert reducer is not None
-        total = reducer.weighted_total()
-        assert isinstance(total, tuple)  # logical ranks with rows are for the CPU
-        self._count(*total, ends=True)
 
     def _count(self, weight: float, holding: float, ends: bool) -> None:
         """Counts a backward. weight: over ranks; holding: the number of ranks that had gradients to add to."""

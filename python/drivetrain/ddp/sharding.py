@@ -114,7 +114,7 @@ def weighted(wrapper: Any, weight: float) -> Iterator[None]:
         wrapper.reducer.end_weighted(failed)
     sharding = wrapper._sharding
     if sharding is not None and sharding.rows is not None and wrapper._asks_for_sync:
-        sharding.rows.divide()
+        sharding.rows.divide(weight)
 
 
 def of(wrapper: Any, shard: str | None, shard_group: Any, *, overlaps: bool) -> "Sharding | None":
@@ -246,13 +246,8 @@ class Sharding:
         refuse_files(self._mesh)
         self._params = [param for _, param in named]
         self._place_of = {id(param): place for place, param in enumerate(self._params)}
-        # Logical ranks need norms with equal bits on any number of ranks. Only the CPU adds them outside of steps.
+        # Logical ranks need norms with equal bits on any number of ranks.
         self.has_whole_norms = wrapper._logical_ranks is not None
-        if self.has_whole_norms and self._device.type != "cpu":
-            raise NotImplementedError(
-                f"logical_ranks with shard= is for parameters on the CPU, and these are on {self._device}: leave one "
-                "of the two out."
-            )
         self._steps = Steps()
         self._states = StateServer(
             group, self._device, self._steps, functools.partial(_rows_of_state, weakref.ref(self))

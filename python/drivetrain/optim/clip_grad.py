@@ -92,7 +92,7 @@ def _whole_norm(params: list[Tensor]) -> Tensor:
     norms: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch takes the norms of one dtype together
     for param in params:
         if param.grad is not None:
-            norms[param.grad.dtype].append(torch.linalg.vector_norm(whole_values(param.grad, param)))
+            norms[param.grad.dtype] += torch._foreach_norm([whole_values(param.grad, param)])  # as torch's function
     norm: Tensor = torch.linalg.vector_norm(torch.stack([*itertools.chain(*norms.values())]))
     return norm
 

@@ -12,7 +12,7 @@ from .. import _C
 from . import left_to_torch, native_step, precision, twins
 from .engine import Engine
 from .sharded import pieces
-from .sharded.step import sum_of_whole_squares
+from .sharded.step import sums_of_whole_squares
 from .statistics import check_devices
 
 # The native step, and the checks of groups before it, raise these for what they cannot do.
@@ -87,7 +87,7 @@ def _step_on_its_device(engine: Engine, reader: _C.StepReader, options: _C.StepO
         check_devices(engine)
         names = kept.statistics.names_of(engine.param_groups)
     if options.measures and pieces.have_whole_norms(engine.params()):
-        options.sum_of_squares = sum_of_whole_squares(engine.rule, engine.param_groups)
+        options.sum_of_squares = sums_of_whole_squares(engine.rule, engine.param_groups)
     with pieces.in_place(engine.optimizer, with_gradients=True) as swapped:
         result = native_step.step_all(engine, reader, options)
         if kept.statistics is not None and result.statistics:

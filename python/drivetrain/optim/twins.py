@@ -17,7 +17,7 @@ from .rule import Group
 from .sharded import over_groups, pieces
 from .sharded.dtensors import is_dtensor, set_gradient
 from .sharded.gathers import Gathers
-from .sharded.step import sum_of_whole_squares
+from .sharded.step import sums_of_whole_squares
 
 _POOL = (1 << 60, 1 << 20)  # bytes: no limit, and the size of the smallest slab
 _NOW = -1  # the bucket of what step() steps itself
@@ -93,11 +93,11 @@ class Twin:
         set_gradient(self.tensor, None if self.gradient is None else self.gradient.host().as_strided(shape, strides))
         return self.tensor
 
-    def sums(self) -> list[float]:
-        """Returns the sums of squares of the gradient's chunks, in the order of its memory."""
+    def sums(self) -> Tensor:
+        """Returns the sums of squares of the gradient's chunks, in the order of its memory: float64 [chunks]."""
         assert self.gradient is not None
         flat = self.gradient.host()
-        return _C.chunk_sums([torch.view_as_real(flat).view(-1) if flat.is_complex() else flat])
+        return _C.chunk_sums(torch.view_as_real(flat).view(-1) if flat.is_complex() else flat)
 
     def end_step(self) -> None:
         """Gives the memory of the gradient back."""
@@ -200,7 +200,7 @@ class Twins:
         buckets: defaultdict[int, list[_Place]] = defaultdict(list)
         here: dict[Tensor, Tensor] = {}  # stand-ins
         there: dict[Tensor, Twin] = {}
-        sums: dict[Tensor, list[float]] = {}
+        sums: dict[Tensor, Tensor] = {}
         groups = []  # as they are now, because a scheduler may change them before a chunk is stepped
         for index, group in enumerate(engine.param_groups):
             groups.append({name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()})
@@ -240,7 +240,7 @@ class Twins:
             return result
 
         if options.measures:
-            options.sum_of_squares = sum_of_whole_squares(engine.rule, chosen(every), sums)
+            options.sum_of_squares = sums_of_whole_squares(engine.rule, chosen(every), sums)
         result = run(_NOW, now := buckets.pop(_NOW, []))
         for bucket, places in [(_NOW, now), *buckets.items()]:
             twins = [there[param] for _, _, param in places if param in there]

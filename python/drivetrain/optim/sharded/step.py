@@ -155,8 +155,8 @@ class Shards:
         return _LocalPart(param, local, local.detach(), group_of_rows(param, group, self._rule))
 
 
-def sum_of_whole_squares(rule: Rule, groups: list[Group], known: Mapping[Tensor, list[float]] | None = None) -> Tensor:
-    """Sums the squares of gradients on the CPU in the order of an unsharded step. Gathers one of rows at a time.
+def sums_of_whole_squares(rule: Rule, groups: list[Group], known: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+    """Sums the squares of gradients, chunk by chunk in the order of an unsharded step. Gathers one of rows at a time.
 
     Args:
         rule: The optimizer's rule.
@@ -164,19 +164,20 @@ def sum_of_whole_squares(rule: Rule, groups: list[Group], known: Mapping[Tensor,
         known: The sums of chunks of some parameters' gradients, in the order of their memory.
 
     Returns:
-        float64 [].
+        float64 [chunks], on the device of the gradients.
     """
-    batches: dict[tuple[str, bool], list[float]] = defaultdict(list)  # as the native step divides parameters
+    batches: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)  # as the native step divides parameters
     for group in groups:
         name = rule.name_of(group)
         for param in group["params"]:
             if param.grad is None or param.numel() == 0:
                 continue
-            like = torch.empty(param.shape) if name == "adafactor" else param  # a rule that reads row by row
+            # Adafactor reads row by row.
+            like = torch.empty(param.shape, device=param.device) if name == "adafactor" else param
             in_double = param.dtype in (torch.float64, torch.complex128)
             sums = known.get(param) if known and name != "adafactor" else None
-            batches[name, in_double] += sums or _C.chunk_sums([whole_values(param.grad, like)])
-    return torch.tensor(_C.sum_of_chunks([*itertools.chain(*batches.values())]), dtype=torch.float64)
+            batches[name, in_double].append(_C.chunk_sums(whole_values(param.grad, like)) if sums is None else sums)
+    return torch.cat([*itertools.chain(*batches.values())] or [torch.zeros(0, dtype=torch.float64)])
 
 
 def _write_back(

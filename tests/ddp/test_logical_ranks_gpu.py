@@ -80,10 +80,11 @@ def test_rows_are_not_sent_back(tmp_path: Path, carrier: str) -> None:
 
 
 @pytest.mark.parametrize("carrier", ["torch", "nccl"])
-def test_a_lost_rank_is_an_error(tmp_path: Path, carrier: str) -> None:
+@pytest.mark.parametrize("shard", [None, "gradients"])
+def test_a_lost_rank_is_an_error(tmp_path: Path, carrier: str, shard: str | None) -> None:
     script = """
     import drivetrain
-    model = DDP(net, logical_ranks=2, report_hang_after=2, transport=CARRIER)
+    model = DDP(net, logical_ranks=2, report_hang_after=2, transport=CARRIER, shard=SHARD)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with drivetrain.accumulate(model, optimizer, 1) as window:
         for step in range(1000):
@@ -99,7 +100,8 @@ def test_a_lost_rank_is_an_error(tmp_path: Path, carrier: str) -> None:
                 print(f"after {time.monotonic() - begin:.0f} s: {error}", flush=True)
                 os._exit(0)
     """
-    ((code, output),) = on_gpu(script.replace("CARRIER", repr(carrier)), 2, tmp_path, awaited=1)
+    script = script.replace("CARRIER", repr(carrier)).replace("SHARD", repr(shard))
+    ((code, output),) = on_gpu(script, 2, tmp_path, awaited=1)
     assert code == 0, output
     assert re.search(r"Rank 1 has ended: its process \d+ is gone", output), output
     waited = re.search(r"^after (\d+) s", output, re.MULTILINE)

@@ -244,6 +244,29 @@ def captured_backwards(transport: str) -> None:
     assert "backward(loss, weight=...) cannot be captured" in message, message
 
 
+@case
+def gradient_noise(transport: str) -> None:
+    """The first step's estimate is that of the norms of ranks' gradients and of their mean."""
+    net = Net().cuda()
+    ours = DistributedDataParallel(net, transport=transport, bucket_cap_mb=SMALL_BUCKETS)
+    optimizer, ranks = AdamW(net.parameters()), dist.get_world_size()
+    statistics = optimizer.statistics(every=2, model=ours)
+    own = copy.deepcopy(net)
+    for model in (own, ours):
+        model(batch(0)).pow(2).sum().backward()
+    of_rank, of_mean = (sum(p.grad.double().square().sum() for p in model.parameters()) for model in (own, net))
+    dist.all_reduce(of_rank)
+    optimizer.step()
+    torch.cuda.synchronize()
+    for latest in (statistics.arrived, statistics.latest):
+        assert latest is not None
+        assert latest.noise is not None
+        expected = (ranks * of_mean - of_rank / ranks).item() / (ranks - 1)
+        assert abs(latest.noise.squares - expected) <= 1e-5 * of_mean.item(), (latest.noise, expected)
+    squares = sum(one.grad_norm**2 for one in statistics.latest.parameters.values())
+    assert abs(squares - of_mean.item()) <= 1e-5 * of_mean.item()
+
+
 def join_group() -> tuple[str, list[str]]:
     """Makes this process the rank that its arguments name. Returns the transport and the cases."""
     rank, size, store, transport = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

@@ -238,7 +238,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   const T factor = T(job.grad_scaling.factor);
   StatisticsSlots<T> measured;
   const int64_t chunk = param.first_chunk + begin / formats::kChunk;
-  const bool compares = kMeasures && may_lose<T>(param.param.format);
+  const bool compares = kMeasures && may_lose(param.param.format);
   alignas(64) T before[kTile];
   if constexpr (kHasBFloat16Vectors && std::is_same_v<T, float> && !kCoded) {
     if (is_all_bfloat16(param, Rule::kNumStates)) {

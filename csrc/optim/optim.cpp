@@ -19,15 +19,16 @@
 #include "base/check.h"
 #include "base/hash.h"
 #include "base/parallel.h"
+#include "base/stream_order.h"
 #include "base/torch_text.h"
 #include "ddp/transport/torch/torch_group.h"
 #include "formats/storage_torch.h"
-#include "formats/total.h"
 #include "grad/norm.h"
 #include "optim/adafactor.h"
 #include "optim/grad_scaling.h"
 #include "optim/hypers.h"
 #include "optim/launch.h"
+#include "optim/measured.h"
 #include "optim/muon.h"
 #include "optim/run_cuda.h"
 #include "optim/step_reader.h"
@@ -50,35 +51,10 @@ std::vector<Batch*> batches_by_parameter(StepReader& read) {
   return batches;
 }
 
-// Statistics of a parameter, an index into StepReader::written.
-using Measured = std::pair<uint32_t, ChunkStatistics>;
-
-// Adds up the chunks of a batch, parameter by parameter.
-void add_up(const Batch& batch, const std::vector<ChunkStatistics>& chunks, std::vector<Measured>& to) {
-  for (size_t i = 0; i < batch.params.size(); ++i) {
-    const ParamJob& param = batch.params[i];
-    formats::SumOfChunks grad, update, values;
-    ChunkStatistics sums;
-    for (int64_t c = param.first_chunk; c < param.first_chunk + formats::num_chunks(param.numel); ++c) {
-      grad.add(chunks[c].grad);
-      update.add(chunks[c].update);
-      values.add(chunks[c].param);
-      sums.largest = std::max(sums.largest, chunks[c].largest);
-      sums.not_finite += chunks[c].not_finite;
-      sums.changed += chunks[c].changed;
-      sums.lost += chunks[c].lost;
-    }
-    sums.grad = grad.get();
-    sums.update = update.get();
-    sums.param = values.get();
-    to.emplace_back(batch.written_of[i], sums);
-  }
-}
-
 // Executes a step that was read and checked: counters, versions, launches. Needs no GIL. See StepJob for `on_device`.
-// `measured` receives statistics of the parameters unless it is null.
+// `measured` receives statistics of each batch unless it is null.
 void run(StepReader& read, const std::vector<Batch*>& batches, const GradScaling& grad_scaling,
-         const GradScaling* on_device, std::vector<Measured>* measured) {
+         const GradScaling* on_device, std::vector<std::shared_ptr<Measured>>* measured) {
   const bool writes_grads = on_device != nullptr || grad_scaling.after != GradAfter::kKeep;
   constexpr int64_t kGrain = 512;  // parameters per thread at least
   parallel_for(0, static_cast<int64_t>(read.written.size()), kGrain, [&](int64_t begin, int64_t end) {
@@ -118,9 +94,11 @@ void run(StepReader& read, const std::vector<Batch*>& batches, const GradScaling
     job.rules = read.rules.data();
     job.num_rules = static_cast<int32_t>(read.rules.size());
     job.total = batch.total;
-    const bool measures = measured != nullptr && batch.device.is_cpu();
-    std::vector<ChunkStatistics> chunks(measures ? batch.num_chunks : 0);
-    if (measures) job.statistics = chunks.data();
+    job.num_chunks = batch.num_chunks;
+    if (measured != nullptr) {
+      measured->push_back(std::make_shared<Measured>(batch));
+      job.statistics = measured->back()->chunks();
+    }
     if (batch.device.is_cuda()) {
       run_on_device(batch, job);
     } else if (job.kind == RuleKind::kAdafactor) {
@@ -133,7 +111,6 @@ void run(StepReader& read, const std::vector<Batch*>& batches, const GradScaling
     } else {
       run_step_cpu(job, 0, job.total);
     }
-    if (measures) add_up(batch, chunks, *measured);
     for (const Copy& copy : batch.copies) {
       if (copy.original.defined()) copy.original.detach().copy_(copy.copy);
     }
@@ -216,8 +193,8 @@ class StepResult {
   bool measures = false;
   GradScaling grad_scaling;
   at::Tensor on_device;  // the grad scaling as bytes, if only the device knows it
-  std::vector<Measured> measured;
-  py::list statistics;  // tuples whose elements ParameterStatistics of optim/statistics.py describes
+  std::vector<std::shared_ptr<Measured>> measured;
+  py::list statistics;  // tuples of a parameter, the Measured that has its record, and its index there
 
   // Both functions wait for the device.
   std::optional<double> grad_norm() const { return measures ? std::optional(get().norm) : std::nullopt; }
@@ -270,6 +247,9 @@ void plan_matrices(StepReader& reader, const std::vector<Batch*>& batches, const
   check_totals(of_step, totals, reader.agreed_matrices);
 }
 
+// Returns whether a CUDA graph captures the step. The copy of statistics would belong to it.
+bool is_captured(const Batch* batch) { return batch->device.is_cuda() && is_capturing_on(batch->device); }
+
 void run(StepReader& reader, const std::vector<Batch*>& batches, const StepOptions& options, bool is_on_device,
          StepResult& result) {
   const GradScalingOptions asked = options.asked();
@@ -284,16 +264,19 @@ void run(StepReader& reader, const std::vector<Batch*>& batches, const StepOptio
   for (Batch* const batch : batches) {
     if (batch->device.is_cuda()) place_on_device(*batch);
   }
-  std::vector<Measured>* const measured = options.statistics ? &result.measured : nullptr;
+  const bool measures = options.statistics && std::none_of(batches.begin(), batches.end(), is_captured);
+  auto* const measured = measures ? &result.measured : nullptr;
   if (is_on_device) {
     StepOptions placed = options;
     placed.move_to(batches.front()->device);
     result.on_device = compute_grad_scaling_on_device(batches, asked, placed.scalars(), placed.sum_of_squares);
     run(reader, batches, {}, static_cast<const GradScaling*>(result.on_device.const_data_ptr()), measured);
+    for (const auto& each : result.measured) each->leave(placed.grad_scale, result.on_device);
     return;
   }
   if (!result.grad_scaling.skips) {
     run(reader, batches, result.grad_scaling, nullptr, measured);
+    for (const auto& each : result.measured) each->leave(options.grad_scale, {});
   } else if (asked.zeroes) {  // The next backward must not add to gradients that are not finite.
     for (const Written& written : reader.written) {
       at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(written.grad)).zero_();
@@ -344,11 +327,10 @@ StepResult step(StepReader& of_optimizer, const py::list& groups, const std::vec
   if (!keeps_gil) no_gil.emplace();
   run(reader, batches, options, is_on_device, result);
   no_gil.reset();
-  const double scale = options.asked().grad_scale;
-  for (const auto& [written, sums] : result.measured) {
-    result.statistics.append(py::make_tuple(py::handle(reader.param_of(written)), std::sqrt(sums.grad) / scale,
-                                            std::sqrt(sums.update), std::sqrt(sums.param), sums.largest / scale,
-                                            sums.not_finite, sums.changed, sums.lost));
+  for (const auto& measured : result.measured) {
+    for (size_t i = 0; i < measured->written_of().size(); ++i) {
+      result.statistics.append(py::make_tuple(py::handle(reader.param_of(measured->written_of()[i])), measured, i));
+    }
   }
   return result;
 }
@@ -367,6 +349,7 @@ MuonRanks matrix_ranks(const std::string& process_group, const std::string& back
 
 void register_optim(py::module_& m) {
   register_state(m);
+  register_measured(m);
   py::class_<MuonRanks>(m, "MatrixRanks")
       .def(py::init(&matrix_ranks), py::arg("process_group"), py::arg("backend"), py::arg("ranks"), py::arg("device"),
            py::arg("whole_rows") = std::vector<int64_t>());

@@ -129,7 +129,7 @@ void run_on_device(Batch& batch, StepJob job) {
   const c10::DeviceGuard guard(batch.device);
   void* const stream = current_stream(batch.device);
   const bool is_muon = job.kind == RuleKind::kMuonMomentum;
-  const bool is_planned = !batch.plan.launches.empty();
+  const bool is_planned = !batch.plan.launches.empty() && job.statistics == nullptr;  // those kernels do not measure
   const auto num_others = static_cast<int32_t>(batch.plan.others.size());
   at::Tensor rules, specialized;
   if (!is_planned || num_others > 0) {

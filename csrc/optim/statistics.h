@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+#include "base/isa_namespace.h"
+#include "formats/storage.h"
+
 namespace drivetrain::optim {
 
 // The sums over a part of a parameter. They have the same bits for any number of threads. A pass leaves fields alone
@@ -17,5 +20,15 @@ struct ChunkStatistics {
   // nothing on average, or nothing at all.
   int64_t changed = 0, lost = 0;
 };
+
+DT_BEGIN_ISA
+
+// Returns whether storing values of a step in this format may lose changes. Stochastic rounding loses none on average.
+DT_HOST_DEVICE bool may_lose(Format format) {
+  return format != Format::kFloat32 && format != Format::kFloat64 && format != Format::kBFloat16Stochastic &&
+         format != Format::kFloat16Stochastic;
+}
+
+DT_END_ISA
 
 }  // namespace drivetrain::optim

@@ -78,12 +78,5 @@ void write(const StatisticsSlots<T>& slots, ChunkStatistics& to, bool has_grad, 
   }
 }
 
-// Returns whether storing values of T may lose changes. Stochastic rounding loses none on average.
-template <class T>
-bool may_lose(Format format) {
-  return !is_native<T>({nullptr, format}) && format != Format::kBFloat16Stochastic &&
-         format != Format::kFloat16Stochastic;
-}
-
 }  // namespace DRIVETRAIN_ISA
 }  // namespace drivetrain::optim

@@ -12,6 +12,10 @@ template <template <class> class RuleOf>
 void launch(const StepJob& job, void* stream) {
   // Enough blocks to fill any GPU several times; larger steps loop.
   constexpr int64_t kMaxBlocks = 1 << 16;
+  if (job.statistics != nullptr) {
+    const auto loop = job.in_double ? measured_loop_cuda<RuleOf, double> : measured_loop_cuda<RuleOf, float>;
+    return launch_cuda("launching the optimizer step", loop, job.num_chunks, kThreads, stream, job);
+  }
   const int64_t blocks = std::min((job.total + kTileCuda - 1) / kTileCuda, kMaxBlocks);
   const auto loop = job.in_double ? loop_cuda<RuleOf, double> : loop_cuda<RuleOf, float>;
   launch_cuda("launching the optimizer step", loop, blocks, kThreads, stream, job);

@@ -108,8 +108,15 @@ class MatrixRanks:
         self, process_group: str, backend: str, ranks: Sequence[int], device: str, whole_rows: Sequence[int] = ()
     ) -> None: ...
 
+class Measured:
+    @property
+    def has_arrived(self) -> bool: ...
+    @property
+    def skipped(self) -> bool: ...
+    def record(self, index: int) -> tuple[float, float, float, float, int, int, int]: ...
+
 class StepResult:
-    statistics: list[tuple[Tensor, float, float, float, float, int, int, int]]
+    statistics: list[tuple[Tensor, Measured, int]]
     @property
     def missing(self) -> list[tuple[Tensor, int, str]]: ...
     @property

@@ -314,8 +314,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         The step measures values while it updates them, without another pass over memory. Parameters and states keep the
         bits of a step without it. With step_in_backward() a backward measures whose following step() is due. A skipped
-        step does not count. Each rank measures its own part of DTensors and of parameters under shard=. Sparse
-        gradients are not measured. Neither state_dict() nor copies of the optimizer contain it.
+        step does not count. On CUDA no step waits for the figures, but reading `latest` does. Each rank measures its
+        own part of DTensors and of parameters under shard=. Sparse gradients are not measured. Neither state_dict() nor
+        copies of the optimizer contain it.
 
         Args:
             every: Steps from one that measures to the next. 1 measures all.
@@ -323,12 +324,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 DistributedDataParallel of drivetrain also measures the gradient noise scale; every rank must call this.
 
         Returns:
-            An object with `latest` and `remove()`, which also ends as a context manager.
+            An object with `latest`, `arrived` and `remove()`, which also ends as a context manager.
 
         Raises:
             ValueError: every is no number of steps.
             RuntimeError: statistics() is active already.
-            NotImplementedError: A parameter is not on the CPU, or torch's class steps the parameters.
+            NotImplementedError: A parameter is on a device other than the CPU and CUDA, or on CUDA under Muon or
+                `offload`. Or torch's class steps the parameters.
         """
         return begin(Engine(self), every, model)
 

@@ -220,7 +220,7 @@ class StepInBackward:
         options = _C.StepOptions(grad_scale=grad_scale, statistics=measured is not None and measured.is_due)
         result = step_groups(engine, groups, reader, options)
         if measured is not None and result.statistics:
-            clip = float(grad_scale) / self.divisor
+            clip = grad_scale / self.divisor
             measured.take([self._names[param] for param in params], params, result.statistics, clip)
         for param in params:
             param.grad = None

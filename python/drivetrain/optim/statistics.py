@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import _C
@@ -24,8 +25,10 @@ _NORMS = ("grad_norm", "update_norm", "param_norm")
 _COUNTS = ("num_not_finite", "num_changed", "num_lost")
 _HEADER = ("parameter", "gradient", "update", "value", "update/value", "largest gradient", "not finite", "lost")
 
-# The native step's tuple: parameter, grad_norm, update_norm, param_norm, largest_grad, num_not_finite, changed, lost.
-Record = tuple[Tensor, float, float, float, float, int, int, int]
+# The native step's tuple: a parameter, what has measured it, and its index there.
+Record = tuple[Tensor, _C.Measured, int]
+# That without the parameter, and the factor that multiplies the gradient's norms.
+_Taken = tuple[_C.Measured, int, float | Tensor]
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,16 @@ class NoiseScale:
         return f"{measured}: the batch balances steps and samples"
 
 
+@dataclass
+class _Norms:
+    """Squared norms of gradients before and after their reduction."""
+
+    step: int
+    ranks: int
+    squares: Tensor  # [2]: of ranks' gradients, summed over ranks, and of the mean
+    has_arrived: torch.cuda.Event | None = None
+
+
 class _Noise:
     """Averages the norms of gradients that a reducer measures before and after their reduction."""
 
@@ -119,13 +132,26 @@ class _Noise:
         self._num_steps = 0
         model.reducer.set_noise_every(every)
 
-    def read(self) -> NoiseScale | None:
-        """Adds the norms of the last step that measured. Returns the estimate; None before the first such step."""
+    def look(self) -> _Norms | None:
+        """Returns the norms of the last step that measured, perhaps on their way to the host; None before it."""
         found = self._model.reducer.gradient_noise()
         if found is None or found[1] == 1:
             return None
         step, ranks, squares = found
-        of_rank, of_mean = squares[0].item() / ranks, squares[1].item()
+        norms = _Norms(step, ranks, squares.to("cpu", non_blocking=True))
+        if squares.is_cuda:
+            norms.has_arrived = torch.cuda.Event()
+            norms.has_arrived.record(torch.cuda.current_stream(squares.device))
+        return norms
+
+    def add(self, norms: _Norms | None) -> NoiseScale | None:
+        """Adds norms that are newer than the last ones. Returns the estimate; None before the first ones."""
+        if norms is None:
+            return None
+        if norms.has_arrived is not None:
+            norms.has_arrived.synchronize()
+        step, ranks = norms.step, norms.ranks
+        of_rank, of_mean = norms.squares[0].item() / ranks, norms.squares[1].item()
         if step != self._last and math.isfinite(of_rank) and math.isfinite(of_mean):
             self._last, self._num_steps = step, self._num_steps + 1
             self._weight = _DECAY * self._weight + 1
@@ -235,19 +261,32 @@ class Statistics:
 
     Attributes:
         every: Steps from one that measures to the next.
-        latest: The figures of the last step that measured; None before it.
     """
 
     def __init__(self, kept: Kept, every: int, model: nn.Module | None) -> None:
         self.every = every
-        self.latest: StepStatistics | None = None
+        self._latest: StepStatistics | None = None
         self._kept = kept
         is_ddp = isinstance(getattr(model, "reducer", None), _C.Reducer)
         named = getattr(model, "module", None) if is_ddp else model
         self._names = {} if named is None else {param: name for name, param in named.named_parameters()}
         self._noise = _Noise(every, model) if is_ddp else None
         self._num_steps = 0
-        self._taken: dict[str, ParameterStatistics] = {}
+        self._taken: dict[str, _Taken] = {}  # of the step in progress
+        self._pending: tuple[int, dict[str, _Taken], _Norms | None] | None = None  # of the last step
+
+    @property
+    def latest(self) -> StepStatistics | None:
+        """The figures of the last step that measured; None before it. On CUDA the host waits for that step."""
+        self._settle()
+        return self._latest
+
+    @property
+    def arrived(self) -> StepStatistics | None:
+        """`latest`, or the figures before it while a GPU still computes them. The host does not wait."""
+        if self._pending is not None and all(measured.has_arrived for measured, *_ in self._pending[1].values()):
+            self._settle()
+        return self._latest
 
     @property
     def is_due(self) -> bool:
@@ -263,26 +302,40 @@ class Statistics:
             for place, param in enumerate(group["params"])
         ]
 
-    def take(self, names: Iterable[str], params: Iterable[Tensor], records: Sequence[Record], clip: float = 1) -> None:
-        """Takes what a native step has measured of some parameters. `clip` multiplies their gradients' norms."""
-        by_param = {id(record[0]): record[1:] for record in records}
+    def take(
+        self, names: Iterable[str], params: Iterable[Tensor], records: Sequence[Record], clip: float | Tensor = 1
+    ) -> None:
+        """Takes what a native step measures of some parameters. `clip` multiplies their gradients' norms."""
+        by_param = {id(param): (measured, index, clip) for param, measured, index in records}
         for name, param in zip(names, params, strict=True):
             if (found := by_param.get(id(param))) is not None:
-                grad_norm, update_norm, param_norm, largest, *counts = found
-                self._taken[name] = ParameterStatistics(
-                    grad_norm * clip, update_norm, param_norm, largest * clip, *counts
-                )
+                self._taken[name] = found
 
     def end_step(self) -> None:
-        """Ends a step that was made; what it has measured becomes `latest`."""
+        """Ends a step that was made; what it has measured becomes `latest`, unless only the device has skipped it."""
         self._num_steps += 1
         if self._taken:
-            noise = None if self._noise is None else self._noise.read()
-            self.latest, self._taken = StepStatistics(self._num_steps, self._taken, noise), {}
+            self._settle()  # of an earlier step, which has long ended
+            noise = None if self._noise is None else self._noise.look()
+            self._pending, self._taken = (self._num_steps, self._taken, noise), {}
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        (step, taken, noise), self._pending = self._pending, None
+        if any(measured.skipped for measured, *_ in taken.values()):
+            return
+        params = {}
+        for name, (measured, index, clip) in taken.items():
+            grad_norm, update_norm, param_norm, largest, *counts = measured.record(index)
+            factor = float(clip)
+            params[name] = ParameterStatistics(grad_norm * factor, update_norm, param_norm, largest * factor, *counts)
+        self._latest = StepStatistics(step, params, None if self._noise is None else self._noise.add(noise))
 
     def remove(self) -> None:
         """Ends measuring. `latest` stays. A second call has no effect."""
         if self._kept.statistics is self:
+            self._settle()
             self._kept.statistics = None
             if self._noise is not None:
                 self._noise.end()
@@ -322,13 +375,18 @@ def begin(engine: Engine, every: int, model: nn.Module | None) -> Statistics:
 def check_devices(engine: Engine) -> None:
     """Raises NotImplementedError if parameters are on a device whose steps do not measure."""
     devices = {param.device.type for param in engine.params()} - {"cpu"}
-    if devices:
-        raise NotImplementedError(
-            f"statistics() measures steps on the CPU, and parameters are on {min(devices)}: leave it out there."
-        )
+    why = ""
+    if devices - {"cuda"}:
+        why = f"steps on the CPU and CUDA, and parameters are on {min(devices - {'cuda'})}"
+    elif devices and engine.kept.offload is not None:
+        why = "no steps of offload='cpu'"
+    elif devices and engine.class_name == "Muon":
+        why = "Muon's steps on the CPU only"
+    if why:
+        raise NotImplementedError(f"statistics() measures {why}: leave it out there.")
 
 
 def latest_statistics(optimizer: object) -> StepStatistics | None:
-    """Returns what the last step that measured has found; None where statistics() is not active."""
+    """Returns the figures of the last step that measured and has ended; None where statistics() is not active."""
     kept: Kept | None = getattr(optimizer, NAME, None)
-    return None if kept is None or kept.statistics is None else kept.statistics.latest
+    return None if kept is None or kept.statistics is None else kept.statistics.arrived

@@ -30,16 +30,9 @@ def assert_same_figures(ours: dict[str, ParameterStatistics], theirs: dict[str, 
         torch.testing.assert_close([*vars(one).values()], [*vars(theirs[name]).values()], rtol=1e-12, atol=0, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("case", "precision"), [each for each in each_rule(("plain", "float64", *PRECISIONS)) if "muon" not in str(each)]
-)
-def test_figures_are_those_of_the_cpu(case: str, precision: str) -> None:
-    """Also where a step scales gradients, clips them and zeroes them. Measuring changes no bits."""
-    ours, _, options = CASES[case]
-    dtype = torch.float32 if precision.startswith("state") else torch.bfloat16
-    start = make_params(torch.float64 if precision == "float64" else dtype, SHAPES)
-    options = options | PRECISIONS.get(precision, {})
-    options |= {"min_8bit_size": 1, "max_grad_norm": 1.0, "zero_grads_in_step": True}
+def check(ours: Any, start: list[Tensor], **options: Any) -> None:
+    """Compares steps on both devices that scale gradients, clip them and zero them. Measuring changes no bits."""
+    options |= {"max_grad_norm": 1.0, "zero_grads_in_step": True}
     sets = [copies(start), on_gpu(start), on_gpu(start)]
     on_cpu, on_device, unmeasured = optimizers = [ours(params, **options) for params in sets]
     here, there = (optimizer.statistics(every=1) for optimizer in (on_cpu, on_device))
@@ -54,6 +47,19 @@ def test_figures_are_those_of_the_cpu(case: str, precision: str) -> None:
         assert_same_figures(there.latest.parameters, here.latest.parameters)
         pairs = zip(everything(on_device), everything(unmeasured), strict=True)
         assert all(same_bits(one.cpu(), other.cpu()) for one, other in pairs)
+
+
+@pytest.mark.parametrize(("case", "precision"), each_rule(("plain", "float64", *PRECISIONS)))
+def test_figures_are_those_of_the_cpu(case: str, precision: str) -> None:
+    ours, _, options = CASES[case]
+    dtype = torch.float32 if precision.startswith("state") else torch.bfloat16
+    start = make_params(torch.float64 if precision == "float64" else dtype, SHAPES)
+    check(ours, start, **options, **PRECISIONS.get(precision, {}), min_8bit_size=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adafactor_measures_the_whole_step(dtype: torch.dtype) -> None:
+    check(optim.Adafactor, make_params(dtype, [(70, 100), (5, 7), (3, 30, 70), (33,)]), lr=0.1)
 
 
 def test_a_step_that_measures_does_not_wait() -> None:

@@ -389,6 +389,27 @@ def changed_weights() -> None:
 
 
 @case
+def changed_states() -> None:
+    """States that a script moves to the parameters' device, as after a load, and those that it resets."""
+    for each in sides(state_bits=8, max_grad_norm=0.01):
+        each.train(2)
+        for _, optimizer, device in each.each():
+            for values in optimizer.state.values():
+                values.update({name: value.to(device) for name, value in values.items()})
+        each.train(2, 2)
+        for _, optimizer, _ in each.each():
+            optimizer.state.clear()
+        each.train(2, 4)
+        each.check()
+    each = Sides(overlaps=True)
+    each.train(1)
+    for _, optimizer, _ in each.each():
+        optimizer.state.clear()  # while the first step is due
+    each.train(2, 1)
+    each.check()
+
+
+@case
 def checkpoints() -> None:
     """A state moves between an optimizer with offload and one without, and through files and copies."""
     for each in sides(dtype=torch.bfloat16, master_bits=24, state_bits=8, max_grad_norm=0.01):

@@ -231,12 +231,22 @@ class Twins:
                 result[index]["param_names"].append(name)
             return result
 
-        def run(bucket: int, places: list[_Place]) -> _C.StepResult:
-            state, params = engine.optimizer.state, [param for _, _, param in places]
-            states: dict[Tensor, Any] = defaultdict(dict, {here[p]: state[p] for p in params if p in state})
+        state = engine.optimizer.state
+
+        def run(bucket: int, places: list[_Place], at_step: dict[Tensor, Any] | None = None) -> _C.StepResult:
+            """Steps a bucket. A script may have changed optimizer.state since the step that had the states at_step."""
+            params = [param for _, _, param in places]
+            known = {p: state[p] for p in params if p in state} if at_step is None else at_step
+            states: dict[Tensor, Any] = defaultdict(dict, {here[p]: values for p, values in known.items() if values})
             _to_host(states.values())
             result = step_groups(engine, chosen(places), self._readers[bucket], options, states)
-            state.update((param, states[here[param]]) for param in params if here[param] in states)
+            for param in params:
+                if (values := states.get(here[param])) is None:
+                    continue
+                if at_step is None:
+                    state[param] = values
+                else:
+                    at_step[param].update(values)
             return result
 
         if options.measures:
@@ -248,7 +258,8 @@ class Twins:
                 for twin in twins:
                     twin.end_step()
             elif due is not None and bucket != _NOW:
-                chunk = Chunk(twins, functools.partial(run, bucket, places))
+                at_step = {param: state[param] for _, _, param in places}
+                chunk = Chunk(twins, functools.partial(run, bucket, places, at_step))
                 due.begin(bucket, functools.partial(_itself, chunk))
             else:
                 Chunk(twins, functools.partial(_itself, result)).wait()

@@ -31,7 +31,8 @@ std::atomic<int64_t> most_bytes{0};
 double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
 
 void pause(Clock::time_point since) {
-  Clock::now() - since < kStateSpin ? std::this_thread::yield() : std::this_thread::sleep_for(kPause);
+  if (Clock::now() - since < kStateSpin) return std::this_thread::yield();
+  std::this_thread::sleep_for(kPause);
 }
 
 // A query leaves cudaErrorNotReady behind, which the next check of a kernel's launch would report.

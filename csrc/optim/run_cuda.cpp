@@ -143,7 +143,7 @@ void run_on_device(Batch& batch, StepJob job) {
   job.num_rules = job.num_params;
   start_cuda({job.kind, is_muon ? batch.placed.steps : batch.placed.params, batch.placed.starts, batch.placed.numbers,
               of_params, job.num_params, static_cast<int32_t>(batch.starts.size() + batch.empty_starts.size()),
-              job.grad_scaling_on_device, records, batch.placed.others, job.grad_scaling},
+              job.grad_scaling_on_device, records, is_planned ? batch.placed.others : nullptr, job.grad_scaling},
              stream);
   if (is_planned) {
     for (const StepLaunch& launch : batch.plan.launches) {

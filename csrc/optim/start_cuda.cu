@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kStartThreads) start_step(StepStart step) {
   Scalars scalars = scalars_of(start);
   if (i < step.num_params) {
     make_rule(step, i, hypers, number, scalars);
-    ParamJob& param = start.other < 0 ? step.params[i] : step.others[start.other];
+    ParamJob& param = step.others == nullptr || start.other < 0 ? step.params[i] : step.others[start.other];
     param.key = random_key(start.seed, counted);
   }
   if (start.counter == nullptr || (step.grad_scaling != nullptr && step.grad_scaling->skips)) return;

@@ -1,6 +1,7 @@
 """Tests what steps on a GPU measure against the same steps on the CPU, their bits, and that no step waits."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -62,19 +63,48 @@ def test_adafactor_measures_the_whole_step(dtype: torch.dtype) -> None:
     check(optim.Adafactor, make_params(dtype, [(70, 100), (5, 7), (3, 30, 70), (33,)]), lr=0.1)
 
 
-def test_a_step_that_measures_does_not_wait() -> None:
+def test_formats_of_all_kinds_keep_their_random_bits() -> None:
+    """Some have a kernel of their own in a step that does not measure, and others have none."""
+    start = [*make_params(torch.bfloat16, [(3000,), (17,)]), *make_params(torch.float32, [(64,)])]
+    sets = [on_gpu(start), on_gpu(start)]
+    measured, unmeasured = (optim.AdamW(params, lr=1e-3, rounding="stochastic") for params in sets)
+    measured.statistics(every=2)
+    for _ in range(4):
+        set_grads(*sets)
+        for optimizer in (measured, unmeasured):
+            torch.manual_seed(1)
+            optimizer.step()
+        assert all(same_bits(one.cpu(), other.cpu()) for one, other in zip(*sets, strict=True))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_measures_does_not_wait(every: int) -> None:
     params = on_gpu(make_params(torch.bfloat16))
     optimizer = optim.AdamW(params, max_grad_norm=1.0, master_bits=24, state_bits=8)
-    statistics = optimizer.statistics(every=2)
+    statistics = optimizer.statistics(every=every)
     set_grads(params)
     optimizer.step()
     with no_waiting():
         for _ in range(4):
             optimizer.step()
-            assert statistics.arrived is None or statistics.arrived.step in (1, 3)
+            assert statistics.arrived is None or statistics.arrived.step < 5
     assert statistics.latest is not None
     assert statistics.latest.step == 5
     assert statistics.arrived is statistics.latest
+
+
+def test_steps_in_backward_do_not_wait_for_their_clipping() -> None:
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)).to(DEVICE)
+    optimizer = optim.AdamW(model.parameters())
+    statistics = optimizer.statistics(every=1)
+    optimizer.step_in_backward(model, clip_by_previous_norm=0.5)
+    x = torch.ones(4, 30, device=DEVICE)
+    for step in range(3):
+        with no_waiting() if step > 0 else nullcontext():
+            model(x).square().sum().backward()
+            optimizer.step()
+    assert statistics.latest is not None
+    assert statistics.latest.step == 3
 
 
 def test_a_skipped_step_measures_nothing() -> None:
@@ -119,6 +149,10 @@ def test_a_captured_step_measures_nothing() -> None:
     graph.replay()
     assert statistics.latest is None
     optimizer.step()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # Reads what is pending only later.
+        optimizer.step()
+        assert statistics.arrived is None
+        assert statistics.latest is None
     assert statistics.latest is not None
 
 

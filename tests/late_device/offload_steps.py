@@ -532,6 +532,31 @@ def uses_past_modules() -> None:
 
 
 @case
+def two_optimizers() -> None:
+    """Parameters of both are current in state_dict(), also after one has ended its overlap."""
+    models = [Net().to("late"), Net()]
+    pairs: list[Any] = []
+    for model, offload in zip(models, ("cpu", None), strict=True):
+        named = dict(model.named_parameters())
+        split = [[p for name, p in named.items() if ("bias" in name) is is_bias] for is_bias in (False, True)]
+        pairs.append([optim.AdamW(part, lr=0.01, offload=offload) for part in split])  # type: ignore[arg-type]
+    models[1].load_state_dict({name: value.cpu() for name, value in models[0].state_dict().items()})
+    overlapped = [optimizer.overlap_offload(models[0]) for optimizer in pairs[0]]
+    for step in range(4):
+        for model, optimizers, device in zip(models, pairs, ("late", "cpu"), strict=True):
+            model(torch.randn(4, 10, generator=torch.Generator().manual_seed(step)).to(device)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, value in models[0].state_dict().items():
+            assert_bits(value, models[1].state_dict()[name], (step, name))
+        if step == 1:
+            overlapped[1].remove()
+    overlapped[0].remove()
+    assert type(models[0].get_submodule("first")._parameters) is dict
+
+
+@case
 def overlap_errors() -> None:
     model = Net().to("late")
     with pytest.raises(ValueError, match="overlap_offload\\(\\) needs offload='cpu'"):

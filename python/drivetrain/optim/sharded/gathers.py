@@ -4,7 +4,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
 from typing import Any, Protocol
 
 import torch
@@ -98,23 +98,21 @@ class _Watched(dict[str, nn.Parameter | None]):
     nn.Module finds attributes, parameters(), state_dict() and copies in it.
     """
 
-    def __init__(self, params: dict[str, nn.Parameter | None], gathers: Gathers) -> None:
+    def __init__(self, params: dict[str, nn.Parameter | None], gathers: Sequence[Gathers]) -> None:
         super().__init__(params)
-        self._gathers = gathers
+        self.gathers = gathers  # of all optimizers or wrappers that watch the module
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if self._gathers.pending:
-            self._gathers.wait_for([param])
+        for gathers in self.gathers:
+            if gathers.pending:
+                gathers.wait_for([param])
         return param
 
-    def is_for(self, gathers: Gathers) -> bool:
-        """Returns whether it waits for these gathers."""
-        return self._gathers is gathers
-
     def _wait(self) -> None:
-        if self._gathers.pending:
-            self._gathers.wait_for(super().values())
+        for gathers in self.gathers:
+            if gathers.pending:
+                gathers.wait_for(super().values())
 
     def __iter__(self) -> Iterator[str]:  # dict(), ** and | then take values from __getitem__
         return super().__iter__()
@@ -166,16 +164,24 @@ def watch(module: nn.Module, gathers: Gathers) -> list[Callable[[], None]]:
     ends: list[Callable[[], None]] = []
     for part in module.modules():
         if part._parameters:
-            part.__dict__["_parameters"] = _Watched(part._parameters, gathers)
+            _watch_for(part, [*_gathers_of(part), gathers])
             ends.append(part.register_forward_pre_hook(_Call(gathers)).remove)
             ends.append(functools.partial(_unwatch, weakref.ref(part), gathers))
     return ends
 
 
 def _unwatch(of: weakref.ref[nn.Module], gathers: Gathers) -> None:
-    part = of()
-    if part is not None and isinstance(watched := part.__dict__["_parameters"], _Watched) and watched.is_for(gathers):
-        part.__dict__["_parameters"] = watched.copy()
+    if (part := of()) is not None and gathers in (known := _gathers_of(part)):
+        _watch_for(part, [one for one in known if one is not gathers])
+
+
+def _gathers_of(part: nn.Module) -> Sequence[Gathers]:
+    return part._parameters.gathers if isinstance(part._parameters, _Watched) else ()
+
+
+def _watch_for(part: nn.Module, gathers: Sequence[Gathers]) -> None:
+    params = part._parameters.copy()
+    part.__dict__["_parameters"] = _Watched(params, gathers) if gathers else params
 
 
 class _Call:

@@ -3,6 +3,7 @@
 import json
 import math
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from drivetrain import optim
 from drivetrain.monitor import Monitor, read_events
 from drivetrain.monitor.sinks.prometheus import Prometheus
 from drivetrain.monitor.stream import event
+from drivetrain.optim import statistics
 from drivetrain.optim.statistics import NoiseScale, ParameterStatistics, StepStatistics
 from ports import free_port
 
@@ -27,8 +29,20 @@ def run(to: list[Any], count: int = 8, every: int = 3) -> None:
         train(model, optimizer, monitor(make_batches(count)))
 
 
-def test_jsonl_has_the_figures_of_measured_steps(tmp_path: Path) -> None:
-    run([f"jsonl:{tmp_path}/a.jsonl"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "a step later"])
+def test_jsonl_has_the_figures_of_measured_steps(
+    is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of a GPU arrive while later steps run. The last ones are awaited at the end."""
+    looks: Counter[int] = Counter()
+
+    def has_arrived(pending: Any) -> bool:
+        looks[pending.step] += 1
+        return looks[pending.step] > 2  # the step's own look, and the monitor's after it
+
+    if is_late:
+        monkeypatch.setattr(statistics._Pending, "has_arrived", property(has_arrived))
+    run([f"jsonl:{tmp_path}/a.jsonl"], count=7)
     events = [found for found in read_events(tmp_path / "a.jsonl") if found["type"] == "statistics"]
     assert [found["step"] for found in events] == [1, 4, 7]
     names = [name for name, _ in make_model().named_parameters()]

@@ -281,6 +281,14 @@ def test_steps_in_backward_measure_the_same(cap: float) -> None:
         assert found[0].latest.step == (3 if step == 2 else 1)
 
 
+def test_what_is_not_read_yet_can_be_copied() -> None:
+    params = make_params()
+    optimizer = optim.SGD(params, lr=0.1)
+    statistics = optimizer.statistics()
+    loop(optimizer, params)
+    assert pickle.loads(pickle.dumps(statistics)).latest == statistics.latest
+
+
 def test_copies_and_state_dicts_are_without_it() -> None:
     params = make_params()
     optimizer = optim.AdamW(params)

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack
 from numbers import Real
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..optim.statistics import StepStatistics, latest_statistics
+from ..optim.statistics import StepStatistics, arrived_statistics
 from ..phases import span
 from .advice import Setup
 from .collector import OUTSIDE, Collector
@@ -121,7 +122,8 @@ class Monitor:
         self._has_stepped = False
         self._has_loader = False
         self._samples: dict[int, int] = {}  # by step, until the collector takes them
-        self._measured: dict[int, StepStatistics] = {}  # the last statistics that were sent, by the id of the optimizer
+        # The last statistics that were sent.
+        self._measured: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepStatistics] = weakref.WeakKeyDictionary()
         self._place = (0, 0)
         self._counting: FlopCount | None = None
         self._is_counting = False
@@ -171,6 +173,8 @@ class Monitor:
         self._is_active = False
         if self._is_counting:
             self._end_counting()
+        for optimizer in list(self._measured) if error is None else ():
+            self._send_statistics(optimizer, self._num_steps, waits=True)
         self._hooks.close()
         self._reader.stop()
         self._collector.stop()
@@ -348,12 +352,16 @@ class Monitor:
                 self._follow(device)
                 self._collector.device = device
         self._has_stepped = True
-        latest = latest_statistics(optimizer)
-        if latest is not None and latest is not self._measured.get(id(optimizer)):
-            self._measured[id(optimizer)] = latest
-            self._entered().logged.append((self._num_steps + 1, latest))
+        self._send_statistics(optimizer, self._num_steps + 1)
         if not self._has_loader:
             self._end_step()
+
+    def _send_statistics(self, optimizer: torch.optim.Optimizer, step: int, waits: bool = False) -> None:
+        """Sends what has arrived since the last time, with the step that has measured it."""
+        if (found := arrived_statistics(optimizer, waits)) is None or found[0] is self._measured.get(optimizer):
+            return
+        self._measured[optimizer], age = found
+        self._entered().logged.append((max(step - age, 1), found[0]))
 
     def _is_step_over(self) -> bool:
         return self._has_stepped or self._optimizers == []

@@ -218,9 +218,11 @@ class StepInBackward:
         engine = Engine(self._optimizer)
         measured = engine.kept.statistics
         options = _C.StepOptions(grad_scale=grad_scale, statistics=measured is not None and measured.is_due)
+        clip = grad_scale / self.divisor
+        if isinstance(clip, Tensor) and options.statistics:
+            clip = clip.to("cpu", non_blocking=True)  # before the figures, whose arrival is awaited
         result = step_groups(engine, groups, reader, options)
         if measured is not None and result.statistics:
-            clip = grad_scale / self.divisor
             measured.take([self._names[param] for param in params], params, result.statistics, clip)
         for param in params:
             param.grad = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -120,7 +121,28 @@ class _Norms:
     step: int
     ranks: int
     squares: Tensor  # [2]: of ranks' gradients, summed over ranks, and of the mean
-    has_arrived: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
+
+
+@dataclass
+class _Pending:
+    """The figures of a step, perhaps on their way to the host."""
+
+    step: int
+    taken: dict[str, _Taken]
+    noise: _Norms | None
+
+    @property
+    def has_arrived(self) -> bool:
+        copied = None if self.noise is None else self.noise.copied
+        return all(one.has_arrived for one in self._measured()) and (copied is None or copied.query())
+
+    @property
+    def was_skipped(self) -> bool:
+        return any(one.skipped for one in self._measured())
+
+    def _measured(self) -> set[_C.Measured]:
+        return {measured for measured, *_ in self.taken.values()}
 
 
 class _Noise:
@@ -140,16 +162,16 @@ class _Noise:
         step, ranks, squares = found
         norms = _Norms(step, ranks, squares.to("cpu", non_blocking=True))
         if squares.is_cuda:
-            norms.has_arrived = torch.cuda.Event()
-            norms.has_arrived.record(torch.cuda.current_stream(squares.device))
+            norms.copied = torch.cuda.Event()
+            norms.copied.record(torch.cuda.current_stream(squares.device))
         return norms
 
     def add(self, norms: _Norms | None) -> NoiseScale | None:
         """Adds norms that are newer than the last ones. Returns the estimate; None before the first ones."""
         if norms is None:
             return None
-        if norms.has_arrived is not None:
-            norms.has_arrived.synchronize()
+        if norms.copied is not None:
+            norms.copied.synchronize()
         step, ranks = norms.step, norms.ranks
         of_rank, of_mean = norms.squares[0].item() / ranks, norms.squares[1].item()
         if step != self._last and math.isfinite(of_rank) and math.isfinite(of_mean):
@@ -261,6 +283,7 @@ class Statistics:
 
     Attributes:
         every: Steps from one that measures to the next.
+        num_steps: Steps since `optimizer.statistics()` was called.
     """
 
     def __init__(self, kept: Kept, every: int, model: nn.Module | None) -> None:
@@ -271,27 +294,26 @@ class Statistics:
         named = getattr(model, "module", None) if is_ddp else model
         self._names = {} if named is None else {param: name for name, param in named.named_parameters()}
         self._noise = _Noise(every, model) if is_ddp else None
-        self._num_steps = 0
+        self.num_steps = 0
         self._taken: dict[str, _Taken] = {}  # of the step in progress
-        self._pending: tuple[int, dict[str, _Taken], _Norms | None] | None = None  # of the last step
+        self._pending: deque[_Pending] = deque()  # of earlier steps
 
     @property
     def latest(self) -> StepStatistics | None:
         """The figures of the last step that measured; None before it. On CUDA the host waits for that step."""
-        self._settle()
+        self._settle(waits=True)
         return self._latest
 
     @property
     def arrived(self) -> StepStatistics | None:
         """`latest`, or the figures before it while a GPU still computes them. The host does not wait."""
-        if self._pending is not None and all(measured.has_arrived for measured, *_ in self._pending[1].values()):
-            self._settle()
+        self._settle(waits=False)
         return self._latest
 
     @property
     def is_due(self) -> bool:
         """True if the next step measures."""
-        return self._num_steps % self.every == 0
+        return self.num_steps % self.every == 0
 
     def names_of(self, groups: Sequence[Group]) -> list[str]:
         """Returns the parameters' names: the model's, the groups', or the positions in param_groups."""
@@ -313,29 +335,36 @@ class Statistics:
 
     def end_step(self) -> None:
         """Ends a step that was made; what it has measured becomes `latest`, unless only the device has skipped it."""
-        self._num_steps += 1
+        self.num_steps += 1
         if self._taken:
-            self._settle()  # of an earlier step, which has long ended
             noise = None if self._noise is None else self._noise.look()
-            self._pending, self._taken = (self._num_steps, self._taken, noise), {}
+            self._pending.append(_Pending(self.num_steps, self._taken, noise))
+            self._taken = {}
+            self._settle(waits=False)  # bounds what is pending
 
-    def _settle(self) -> None:
-        if self._pending is None:
-            return
-        (step, taken, noise), self._pending = self._pending, None
-        if any(measured.skipped for measured, *_ in taken.values()):
-            return
-        params = {}
-        for name, (measured, index, clip) in taken.items():
-            grad_norm, update_norm, param_norm, largest, *counts = measured.record(index)
-            factor = float(clip)
-            params[name] = ParameterStatistics(grad_norm * factor, update_norm, param_norm, largest * factor, *counts)
-        self._latest = StepStatistics(step, params, None if self._noise is None else self._noise.add(noise))
+    def _settle(self, waits: bool) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # A wait or a query would end the capture with an error.
+        while self._pending and (waits or self._pending[0].has_arrived):
+            one = self._pending.popleft()
+            if one.was_skipped:
+                continue
+            params = {}
+            for name, (measured, index, clip) in one.taken.items():
+                grad_norm, update_norm, param_norm, largest, *counts = measured.record(index)
+                grad_norm, largest = grad_norm * float(clip), largest * float(clip)
+                params[name] = ParameterStatistics(grad_norm, update_norm, param_norm, largest, *counts)
+            noise = None if self._noise is None else self._noise.add(one.noise)
+            self._latest = StepStatistics(one.step, params, noise)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle(waits=True)
+        return self.__dict__
 
     def remove(self) -> None:
         """Ends measuring. `latest` stays. A second call has no effect."""
         if self._kept.statistics is self:
-            self._settle()
+            self._settle(waits=True)
             self._kept.statistics = None
             if self._noise is not None:
                 self._noise.end()
@@ -386,7 +415,13 @@ def check_devices(engine: Engine) -> None:
         raise NotImplementedError(f"statistics() measures {why}: leave it out there.")
 
 
-def latest_statistics(optimizer: object) -> StepStatistics | None:
-    """Returns the figures of the last step that measured and has ended; None where statistics() is not active."""
+def arrived_statistics(optimizer: object, waits: bool = False) -> tuple[StepStatistics, int] | None:
+    """Returns the figures of the last step that measured and has ended, and the number of steps since it.
+
+    None where statistics() is not active, and before such a step. waits: takes the last step that measured.
+    """
     kept: Kept | None = getattr(optimizer, NAME, None)
-    return None if kept is None or kept.statistics is None else kept.statistics.arrived
+    if kept is None or (statistics := kept.statistics) is None:
+        return None
+    found = statistics.latest if waits else statistics.arrived
+    return None if found is None else (found, statistics.num_steps - found.step)

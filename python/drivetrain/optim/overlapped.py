@@ -111,7 +111,9 @@ class OverlappedOffload:
                 f"parameter {self._names[param]!r} got a gradient, and its last step is still due: something uses it "
                 "past its module. Call wait() on what overlap_offload() returned before that."
             )
-        self._last = self._twins.of(param, with_gradient=True)
+        self._last = self._twins.of(param)
+        self._last.gradient = None  # of an earlier backward, whose memory this one's may have
+        self._last.send_gradient(self._twins.gradient_pool)
 
     def _end(self) -> None:
         """Makes later work, which may write to gradients, wait until they have left."""

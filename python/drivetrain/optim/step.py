@@ -53,6 +53,8 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
     if kept.reader is None:  # Copied and unpickled optimizers have no reader.
         kept.reader = _C.StepReader()
     options = engine.step_options(overflow_flag)
+    if options.statistics:
+        check_devices(engine)
     if (of_devices := twins.begin(engine)) is not None:
         overlapped = kept.overlapped
         bucket_of, due = ({}, None) if overlapped is None else (overlapped.bucket_of, overlapped.due)
@@ -84,7 +86,6 @@ def _step_on_its_device(engine: Engine, reader: _C.StepReader, options: _C.StepO
     kept = engine.kept
     names: list[str] = []
     if kept.statistics is not None and options.statistics:
-        check_devices(engine)
         names = kept.statistics.names_of(engine.param_groups)
     if options.measures and pieces.have_whole_norms(engine.params()):
         options.sum_of_squares = sums_of_whole_squares(engine.rule, engine.param_groups)

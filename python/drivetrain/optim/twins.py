@@ -55,7 +55,7 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 class Twin:
-    """A parameter's values on the host. They stay there, and follow the device's when a script has changed them."""
+    """A parameter's values on the host. They leave the device again when a script has changed them there."""
 
     def __init__(self, param: Tensor, pool: _C.OffloadPool) -> None:
         if param.stride() != torch.empty_like(param, device="meta").stride():
@@ -126,10 +126,10 @@ class Chunk:
         run, twins = self._run, self._twins
         if run is not None:
             run()
+            self._run = None
             for twin in twins:
                 twin.end_step()
                 twin.send()
-            self._run = None
         for twin in twins:
             twin.copy.await_copy_back()
             if run is not None:
@@ -195,6 +195,8 @@ class Twins:
             bucket_of: The buckets of parameters, by id.
             due: Receives a chunk for each bucket.
         """
+        params = set(engine.params())
+        self._twins = {param: twin for param, twin in self._twins.items() if param in params}
         changed = self.begin_comparison(param for param in engine.params() if param.grad is not None)
         every: list[_Place] = []
         buckets: defaultdict[int, list[_Place]] = defaultdict(list)
@@ -296,7 +298,11 @@ class OnHost:
         shells = [torch.empty((), dtype=p.dtype).expand(p.shape).requires_grad_(p.requires_grad) for p in self._params]
         pairs = zip(self._params, shells, strict=True)
         self._stand_ins = [self._twins[param].receive() if param in self._twins else shell for param, shell in pairs]
+
+    def put(self) -> None:
+        """Puts the stand-ins in the parameters' place, and their states on the host."""
         self._replace(self._params, self._stand_ins)
+        optimizer = self._optimizer
         _to_host(optimizer.state[each] for each in self._stand_ins if each in optimizer.state)
 
     def of(self, param: Tensor) -> Tensor:
@@ -353,6 +359,7 @@ def on_host(optimizer: Any, *, with_values: bool = True, with_gradients: bool = 
         return
     found = OnHost(optimizer, twins, with_values=with_values, with_gradients=with_gradients)
     try:
+        found.put()
         yield found
     finally:
         found.back()

@@ -63,7 +63,7 @@ struct StepStart {
   int32_t num_params, num_starts;
   const GradScaling* grad_scaling;
   StepRecord* records = nullptr;
-  ParamJob* others = nullptr;  // null: the step has no plan
+  ParamJob* others = nullptr;             // null: the step has no plan
   GradScaling grad_scaling_of_host = {};  // of the records where grad_scaling is null
 };
 void start_cuda(const StepStart& start, void* stream);

@@ -5,7 +5,8 @@ import io
 import random
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,6 +24,16 @@ from drivetrain.compute_check import ComputeError
 from drivetrain.compute_check import sums as sums_module
 from effort import SEED, covering, rounds
 from ranks import GROUP_TIMEOUT_S, run_on
+
+
+@contextmanager
+def warnings_said() -> Iterator[list[str]]:
+    """Gives a list that has the check's warnings once the block has ended."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(one.message) for one in caught if "check_compute" in str(one.message)]
 
 
 def flip_grad(param: Tensor, bit: int = 20) -> None:
@@ -180,12 +191,10 @@ def test_a_step_with_a_wrong_pass_is_skipped() -> None:
             if step == 4:
                 activation(net)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_said() as said:
         check, _ = train(net, 8, before, on_error="skip")
     (error,) = check.skipped
     assert (error.ranks, error.step) == ((1,), 4)
-    said = [str(one.message) for one in caught if "check_compute" in str(one.message)]
     assert said == ([f"check_compute skips a step: {error}"] if dist.get_rank() == 0 else [])
     changes = [any(not one.equal(other) for one, other in zip(seen[s], seen[s + 1], strict=True)) for s in range(7)]
     assert changes == [True, True, True, True, False, True, True]
@@ -381,14 +390,12 @@ def test_what_gives_no_sums_is_said_once() -> None:
             model = kind(nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 50)))
             model.register_comm_hook(None, hook)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with warnings_said() as said:
                 check = check_compute(model, every=1)
                 for _ in range(4):
                     optimizer.zero_grad()
                     model(torch.randn(5, 24)).square().mean().backward()
                     optimizer.step()
-            said = [str(one.message) for one in caught if "check_compute" in str(one.message)]
             text = f"check_compute: {reason}. Sums of the all-reduce are not compared."
             assert said == ([text] if dist.get_rank() == 0 else []), said
             assert check.checks == 4
@@ -447,8 +454,7 @@ def test_sums_of_mixed_or_unclear_results_are_not_compared() -> None:
     for reason in ("a step has several backward passes", "8 checks had too few sums"):
         model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 50)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_said() as said:
             check = check_compute(model, every=1)
             for _ in range(12):
                 optimizer.zero_grad()
@@ -459,7 +465,6 @@ def test_sums_of_mixed_or_unclear_results_are_not_compared() -> None:
                 else:
                     (0.0 * loss).backward()
                 optimizer.step()
-        said = [str(one.message) for one in caught if "check_compute" in str(one.message)]
         assert len(said) == (dist.get_rank() == 0), said
         assert all(reason in text and "Sums of the all-reduce are not compared" in text for text in said), said
         assert check._has_sums is False
@@ -561,10 +566,8 @@ def test_what_cannot_be_checked_is_said_once() -> None:
     drifting.fault = lambda hidden: calls.append(1) or hidden * (1.0 + 1e-6 * len(calls))  # type: ignore[func-returns-value]
     cases = {"a repetition of a pass gives other bits": drifting, "a pass of Reentrant cannot be repeated": Reentrant()}
     for reason, net in cases.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_said() as said:
             check, _ = train(net, 12)  # type: ignore[arg-type]
-        said = [str(one.message) for one in caught if "check_compute" in str(one.message)]
         assert len(said) == (dist.get_rank() == 0), said
         assert all(re.search(reason, text) for text in said), said
         assert check.checks == 0
@@ -632,8 +635,7 @@ class Gathering(Counting):
 
 def healthy(net: Counting, step_of: Callable[..., Tensor], every: int = 1, **options: Any) -> tuple[Any, list[str]]:
     model = DistributedDataParallel(net, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_said() as said:
         check = check_compute(model, every=every)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for step in range(12):
@@ -654,7 +656,7 @@ def healthy(net: Counting, step_of: Callable[..., Tensor], every: int = 1, **opt
                 model.eval()
                 optimizer.step()
                 model.train()
-    return check, [str(one.message) for one in caught if "check_compute" in str(one.message)]
+    return check, said
 
 
 def plain(model: nn.Module, step: int) -> Tensor:

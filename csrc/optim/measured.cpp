@@ -15,18 +15,22 @@
 namespace py = pybind11;
 
 namespace drivetrain::optim {
+namespace {
+
+// Starts a copy to pinned memory.
+at::Tensor to_host(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu()) return tensor;
+  at::Tensor result = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
+  return result.copy_(tensor, /*non_blocking=*/true);
+}
+
+}  // namespace
 
 Measured::Measured(const Batch& batch) : written_of_(batch.written_of) {
   for (const ParamJob& param : batch.params) first_chunks_.push_back(param.first_chunk);
   first_chunks_.push_back(batch.num_chunks);
   const int64_t bytes = batch.num_chunks * static_cast<int64_t>(sizeof(ChunkStatistics));
   chunks_ = at::zeros({bytes}, at::TensorOptions(at::kByte).device(batch.device));
-}
-
-at::Tensor Measured::to_host(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.is_cpu()) return tensor;
-  at::Tensor result = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
-  return result.copy_(tensor, /*non_blocking=*/true);
 }
 
 void Measured::leave(const std::variant<double, at::Tensor>& scale, const at::Tensor& grad_scaling) {

@@ -33,7 +33,6 @@ class Measured {
   const std::vector<uint32_t>& written_of() const { return written_of_; }
 
  private:
-  at::Tensor to_host(const at::Tensor& tensor);
   void wait();
 
   const std::vector<uint32_t> written_of_;

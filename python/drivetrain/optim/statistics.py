@@ -11,12 +11,11 @@ from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import _C
 from ..notebook import html_table, text_table
-from .engine import Engine
+from .engine import Engine, is_capturing
 from .kept import NAME, Kept
 from .rule import Group
 
@@ -30,6 +29,8 @@ _HEADER = ("parameter", "gradient", "update", "value", "update/value", "largest 
 Record = tuple[Tensor, _C.Measured, int]
 # That without the parameter, and the factor that multiplies the gradient's norms.
 _Taken = tuple[_C.Measured, int, float | Tensor]
+# A reducer's step, its ranks, and squared norms [2]: of the ranks' gradients, summed over ranks, and of their mean.
+_Norms = tuple[int, int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,27 +116,16 @@ class NoiseScale:
 
 
 @dataclass
-class _Norms:
-    """Squared norms of gradients before and after their reduction."""
-
-    step: int
-    ranks: int
-    squares: Tensor  # [2]: of ranks' gradients, summed over ranks, and of the mean
-    copied: torch.cuda.Event | None = None
-
-
-@dataclass
 class _Pending:
     """The figures of a step, perhaps on their way to the host."""
 
     step: int
     taken: dict[str, _Taken]
-    noise: _Norms | None
+    norms: _Norms | None  # on the host once the figures are
 
     @property
     def has_arrived(self) -> bool:
-        copied = None if self.noise is None else self.noise.copied
-        return all(one.has_arrived for one in self._measured()) and (copied is None or copied.query())
+        return all(one.has_arrived for one in self._measured())
 
     @property
     def was_skipped(self) -> bool:
@@ -160,20 +150,14 @@ class _Noise:
         if found is None or found[1] == 1:
             return None
         step, ranks, squares = found
-        norms = _Norms(step, ranks, squares.to("cpu", non_blocking=True))
-        if squares.is_cuda:
-            norms.copied = torch.cuda.Event()
-            norms.copied.record(torch.cuda.current_stream(squares.device))
-        return norms
+        return step, ranks, squares.to("cpu", non_blocking=True)
 
     def add(self, norms: _Norms | None) -> NoiseScale | None:
         """Adds norms that are newer than the last ones. Returns the estimate; None before the first ones."""
         if norms is None:
             return None
-        if norms.copied is not None:
-            norms.copied.synchronize()
-        step, ranks = norms.step, norms.ranks
-        of_rank, of_mean = norms.squares[0].item() / ranks, norms.squares[1].item()
+        step, ranks, squares = norms
+        of_rank, of_mean = squares[0].item() / ranks, squares[1].item()
         if step != self._last and math.isfinite(of_rank) and math.isfinite(of_mean):
             self._last, self._num_steps = step, self._num_steps + 1
             self._weight = _DECAY * self._weight + 1
@@ -296,6 +280,7 @@ class Statistics:
         self._noise = _Noise(every, model) if is_ddp else None
         self.num_steps = 0
         self._taken: dict[str, _Taken] = {}  # of the step in progress
+        self._norms: _Norms | None = None  # likewise
         self._pending: deque[_Pending] = deque()  # of earlier steps
 
     @property
@@ -315,8 +300,13 @@ class Statistics:
         """True if the next step measures."""
         return self.num_steps % self.every == 0
 
-    def names_of(self, groups: Sequence[Group]) -> list[str]:
-        """Returns the parameters' names: the model's, the groups', or the positions in param_groups."""
+    def begin_step(self, groups: Sequence[Group]) -> list[str]:
+        """Begins a step that measures. The norms of its backward leave first, so that they arrive with the figures.
+
+        Returns:
+            The parameters' names: the model's, the groups', or the positions in param_groups.
+        """
+        self._norms = None if self._noise is None else self._noise.look()
         return [
             self._names.get(param)
             or (group["param_names"][place] if "param_names" in group else f"param_groups[{index}] {place}")
@@ -337,15 +327,13 @@ class Statistics:
         """Ends a step that was made; what it has measured becomes `latest`, unless only the device has skipped it."""
         self.num_steps += 1
         if self._taken:
-            noise = None if self._noise is None else self._noise.look()
-            self._pending.append(_Pending(self.num_steps, self._taken, noise))
-            self._taken = {}
+            self._pending.append(_Pending(self.num_steps, self._taken, self._norms))
+            self._taken, self._norms = {}, None
             self._settle(waits=False)  # bounds what is pending
 
     def _settle(self, waits: bool) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # A wait or a query would end the capture with an error.
-        while self._pending and (waits or self._pending[0].has_arrived):
+        # A wait or a query would end a capture with an error.
+        while self._pending and not is_capturing() and (waits or self._pending[0].has_arrived):
             one = self._pending.popleft()
             if one.was_skipped:
                 continue
@@ -354,7 +342,7 @@ class Statistics:
                 grad_norm, update_norm, param_norm, largest, *counts = measured.record(index)
                 grad_norm, largest = grad_norm * float(clip), largest * float(clip)
                 params[name] = ParameterStatistics(grad_norm, update_norm, param_norm, largest, *counts)
-            noise = None if self._noise is None else self._noise.add(one.noise)
+            noise = None if self._noise is None else self._noise.add(one.norms)
             self._latest = StepStatistics(one.step, params, noise)
 
     def __getstate__(self) -> dict[str, Any]:

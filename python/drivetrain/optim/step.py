@@ -86,7 +86,7 @@ def _step_on_its_device(engine: Engine, reader: _C.StepReader, options: _C.StepO
     kept = engine.kept
     names: list[str] = []
     if kept.statistics is not None and options.statistics:
-        names = kept.statistics.names_of(engine.param_groups)
+        names = kept.statistics.begin_step(engine.param_groups)
     if options.measures and pieces.have_whole_norms(engine.params()):
         options.sum_of_squares = sums_of_whole_squares(engine.rule, engine.param_groups)
     with pieces.in_place(engine.optimizer, with_gradients=True) as swapped:

@@ -13,6 +13,11 @@ from .rule import Group, Numbers, rule_of
 from .sharded import matrix_ranks
 
 
+def is_capturing() -> bool:
+    """Returns whether a CUDA graph captures this thread's current stream. It starts no CUDA."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class Engine:
     """An optimizer, with what is kept of it and its class's rule. It lives as long as one call.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _C
 from . import precision, sparse
-from .engine import Engine
+from .engine import Engine, is_capturing
 from .rule import Group
 from .sharded import over_groups
 from .sharded.step import Shards
@@ -122,7 +122,7 @@ def _step_plain(
     result = run([])
     if result.has_wrappers or not result.missing:
         return result, False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         _, _, label = result.missing[0]
         raise RuntimeError(
             f"drivetrain.optim.{engine.class_name}: {label} has no state yet, and every replay of a CUDA graph "

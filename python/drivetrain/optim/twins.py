@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .engine import Engine
+from .engine import Engine, is_capturing
 from .kept import kept_of
 from .native_step import step_groups
 from .rule import Group
@@ -108,11 +108,22 @@ class Twin:
         self.copy.copy_back_to(_flat(self._param, self._param))
 
 
+def send_values(twins: Sequence[Twin]) -> None:
+    """Starts to copy values to the device after a step, for later work of the current stream."""
+    for twin in twins:
+        twin.end_step()
+        twin.send()
+    for twin in twins:
+        twin.copy.await_copy_back()
+        twin.note_values()
+
+
 class Chunk:
     """A part of a step that is due: the first use of its parameters makes it, and waits for their values."""
 
-    def __init__(self, twins: list[Twin], run: "functools.partial[_C.StepResult] | None") -> None:
-        self._twins, self._run = twins, run
+    def __init__(self, twins: list[Twin], run: Callable[[], _C.StepResult]) -> None:
+        self._twins = twins
+        self._run: Callable[[], _C.StepResult] | None = run
 
     @property
     def is_due(self) -> bool:
@@ -121,19 +132,15 @@ class Chunk:
 
     def wait(self) -> None:
         """Steps unless that was done, and makes the current stream wait for the values."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise RuntimeError("a CUDA graph captures a use of parameters whose step is due: call wait() before it")
-        run, twins = self._run, self._twins
-        if run is not None:
-            run()
+        if self._run is not None:
+            self._run()
             self._run = None
-            for twin in twins:
-                twin.end_step()
-                twin.send()
-        for twin in twins:
-            twin.copy.await_copy_back()
-            if run is not None:
-                twin.note_values()
+            send_values(self._twins)
+        else:
+            for twin in self._twins:
+                twin.copy.await_copy_back()
 
     def is_done(self) -> bool:
         """Returns whether the device has the values."""
@@ -261,15 +268,10 @@ class Twins:
                     twin.end_step()
             elif due is not None and bucket != _NOW:
                 at_step = {param: state[param] for _, _, param in places}
-                chunk = Chunk(twins, functools.partial(run, bucket, places, at_step))
-                due.begin(bucket, functools.partial(_itself, chunk))
+                due.begin(bucket, functools.partial(Chunk, twins, functools.partial(run, bucket, places, at_step)))
             else:
-                Chunk(twins, functools.partial(_itself, result)).wait()
+                send_values(twins)
         return result
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _to_host(states: Any) -> None:
@@ -317,7 +319,7 @@ class OnHost:
 
     def send(self) -> None:
         """Copies the twins' values to the device, for later work of the current stream."""
-        Chunk([*self._twins.values()], functools.partial(_itself, None)).wait()
+        send_values([*self._twins.values()])
 
     def _replace(self, before: list[Tensor], after: list[Tensor]) -> None:
         by_id = {id(old): new for old, new in zip(before, after, strict=True)}
@@ -343,7 +345,7 @@ def begin(engine: Engine) -> Twins | None:
         raise ValueError(
             f"offload is 'cpu', but DistributedDataParallel has {shared or 'expert_groups'}: leave one of the two out"
         )
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise RuntimeError("offload is 'cpu', but a CUDA graph cannot capture work of the CPU: step outside of it")
     if kept.overlapped is not None:
         kept.overlapped.wait()

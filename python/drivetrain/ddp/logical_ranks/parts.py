@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...grad import main_grads
+from ...optim.engine import is_capturing
 from . import random_streams
 from .random_streams import Use
 
@@ -92,7 +93,7 @@ class LogicalRanks:
 
 
 def _refuse_capture() -> None:
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise NotImplementedError(
             "windows with logical_ranks cannot be captured into a CUDA graph, which would repeat their weights: "
             "capture the forward pass alone, with torch.cuda.make_graphed_callables."

@@ -52,18 +52,18 @@ class ComputeError(RuntimeError):
 def check_compute(model: DistributedDataParallel, every: int = 100, on_error: str = "raise") -> ComputeCheck:
     """Compares the computation of ranks from now on, to find processors and GPUs that compute wrongly.
 
-    Processors with a defect give wrong results without an error, at times. In every `every`-th step one rank repeats
-    the forward and backward pass of its neighbor, in turn over all ranks. It has the same parameters, and gets inputs,
-    buffers, random states and the gradients of the results. The gradients of all parameters must have the same bits.
-    If they differ, a third rank repeats the pass and decides which of the two is wrong. With two ranks in all, it is
-    the one whose own repetition differs. Checksums of parameters and of the optimizer's states are also compared over
-    ranks. So are sums of the reduced gradients with sums of what ranks put into the all-reduce. A warning says where
-    these are no sums, as under a communication hook that rounds.
+    Processors with a defect give wrong results without an error, at times. In every `every`-th step each rank repeats
+    the forward and backward pass of its neighbor. It has the same parameters, and gets inputs, buffers, random states
+    and the gradients of the results. The gradients of all parameters must have the same bits. If they differ, a third
+    rank repeats the pass and decides which of the two is wrong. With two ranks in all, it is the one whose own
+    repetition differs. Checksums of parameters and of the optimizer's states are also compared over ranks. So are sums
+    of the reduced gradients with sums of what ranks put into the all-reduce. A warning says where these are no sums,
+    as under a communication hook that rounds.
 
     All ranks must call this, after they have wrapped the model and before its first step. Call it for torch's wrapper
     or drivetrain's. The check takes place when an optimizer of the model begins its step. It takes the time of one
-    to one and a half steps in each `every` steps, as ranks wait for the one that repeats. Wrong gradients between two
-    checks are not found.
+    to one and a half steps in each `every` steps. A rank that always computes wrongly is found at the next check.
+    Wrong gradients that occur only between two checks are not found.
 
     At the first check every rank repeats its own pass. If the bits differ there, the model has operations without a
     fixed order, and a warning says that it cannot be checked. So it does if ranks have processors or GPUs of different
@@ -274,24 +274,23 @@ class ComputeCheck:
         if self._why_no_sums:
             self._warn(f"{self._why_no_sums}. Sums of the all-reduce are not compared.")
             self._why_no_sums = ""
-        suspect, witness, judge = ((self.checks + place) % self._size for place in range(3))
         self.checks += 1
         if self._size == 1:
             return None
-        sent, why_not = self._sent(seen, suspect, witness)
+        received, why_not = self._from_neighbor(seen)
         found: dict[str, int] = {}
         parameter = None
-        if sent is not None:
-            found, why_not = self._repeated(sent)
-            parameter = None if why_not else _first_difference(sent.hashes, found)
+        if received is not None:
+            found, why_not = self._repeated(received)
+            parameter = None if why_not else _first_difference(received.hashes, found)
         told_results = gather_objects((parameter, why_not), self._group)
-        parameter = told_results[witness][0]
         if reason := next((reason for _, reason in told_results if reason), None):
             return self._give_up(reason)
-        if parameter is not None:
-            return self._accuse(seen, found, (suspect, witness, judge), step, parameter)
-        self._missed = 0
-        return None
+        different = next(((rank, name) for rank, (name, _) in enumerate(told_results) if name is not None), None)
+        if different is None or received is None:
+            self._missed = 0
+            return None
+        return self._accuse([seen, received], found, *different, step)
 
     def _compare_sums(self, sums: Sums, step: int) -> bool:
         """Raises ComputeError on every rank, or skips the step, if the all-reduce has given something else than sums.
@@ -381,16 +380,18 @@ class ComputeCheck:
         )
 
     def _accuse(
-        self, seen: RecordedStep, found: dict[str, int], places: tuple[int, int, int], step: int, parameter: str
+        self, passes: list[RecordedStep], found: dict[str, int], witness: int, parameter: str, step: int
     ) -> None:
         """Raises ComputeError on every rank, or skips the step, once a third rank or repetitions have decided.
 
         If no rank's own pass can be repeated, the loss has another way to the parameters, and no rank is wrong.
+        `passes`: this rank's own, and the one of the rank before it, whose repetition gave `found`.
         """
-        suspect, witness, judge = places
-        received = self._sent(seen, suspect)[0]
-        sent = seen if self._rank == suspect else received
-        again = self._repeated(sent)[0] if self._rank in places and sent is not None else {}
+        suspect, judge = (witness - 1) % self._size, (witness + 1) % self._size
+        seen, received = passes
+        passed_on, _ = self._from_neighbor(received)
+        asked = {judge: passed_on, witness: received, suspect: seen}.get(self._rank)
+        again = {} if asked is None else self._repeated(asked)[0]
         is_steady = self._repeated(seen)[0] == seen.hashes
         told = gather_objects((found, again, seen.hashes, is_steady), self._group)
         if not any(one[3] for one in told):
@@ -431,32 +432,22 @@ class ComputeCheck:
         places = gather_objects(f"{socket.gethostname()}, {self._params[0][1].device}", self._group)
         return " or ".join(f"rank {rank} ({places[rank]})" for rank in ranks)
 
-    def _sent(self, seen: RecordedStep, source: int, to: int | None = None) -> tuple[RecordedStep | None, str | None]:
-        """Sends the source's pass to a rank, or to all.
-
-        Returns:
-            The pass, or None on ranks that do not receive it; and why it could not be sent or read.
-        """
+    def _from_neighbor(self, seen: RecordedStep) -> tuple[RecordedStep | None, str | None]:
+        """Sends a pass to the next rank, and returns the one of the rank before; or None, and why there is none."""
         file, why_not = io.BytesIO(), None
-        if self._rank == source:
-            try:
-                torch.save(seen, file)
-            except Exception as error:
-                why_not = f"the inputs of a pass cannot be sent: {error}"
-        size, why_not = gather_objects((file.tell(), why_not), self._group)[source]
-        if why_not is not None:
+        try:
+            torch.save(seen, file)
+        except Exception as error:
+            why_not = f"the inputs of a pass cannot be sent: {error}"
+        told = gather_objects((file.tell(), why_not), self._group)
+        if why_not := next((reason for _, reason in told if reason), None):
             return None, why_not
-        is_receiver = self._rank != source and to in (None, self._rank)
-        memory = file.getbuffer() if self._rank == source else bytearray(size)
-        data = torch.frombuffer(memory, dtype=torch.uint8)
-        if to is None:
-            dist.broadcast(data, dist.get_global_rank(self._group, source), group=self._group)
-        elif self._rank == source:
-            dist.send(data, dist.get_global_rank(self._group, to), self._group)
-        elif is_receiver:
-            dist.recv(data, dist.get_global_rank(self._group, source), self._group)
-        if not is_receiver:
-            return None, None
+        before, after = (dist.get_global_rank(self._group, (self._rank + way) % self._size) for way in (-1, 1))
+        memory = bytearray(told[self._rank - 1][0])
+        sending = dist.isend(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), after, self._group)
+        dist.recv(torch.frombuffer(memory, dtype=torch.uint8), before, self._group)
+        assert sending is not None  # this rank is in the group
+        sending.wait()
         try:
             return torch.load(io.BytesIO(memory), map_location="cpu", weights_only=False), None
         except Exception as error:

@@ -33,6 +33,7 @@ void BucketQueue::reset() {
     state.missing = buckets[i].params.size();
     state.phase = Phase::kFilling;
     state.hooked = nullptr;
+    state.is_divided = false;
     state.reduce.reset();
   }
   next_ = next_to_hand_over_ = 0;
@@ -122,7 +123,9 @@ void BucketQueue::reduce(size_t index) {
     const at::Tensor flat = as_real(bucket.flat);
     try {
       const bool as_sum = scaling_.as_sum || bucket.sparse;
-      state.reduce = parts_.collectives.start_bucket(flat, index, as_sum, scaling_.purpose, bucket.ranges);
+      std::optional<double> weight = bucket.sparse || bucket.flat.is_complex() ? std::nullopt : scaling_.weight;
+      state.reduce = parts_.collectives.start_bucket(flat, index, as_sum, scaling_.purpose, bucket.ranges, weight);
+      state.is_divided = weight.has_value();
     } catch (const std::exception& error) {
       parts_.collectives.fail_step("the all-reduce of " + *bucket.label, error.what());
     }

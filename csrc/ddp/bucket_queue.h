@@ -8,6 +8,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -26,9 +27,10 @@ namespace drivetrain::ddp {
 
 // Says how a step's gradients become means.
 struct Scaling {
-  double before = 1;         // factor for dense gradients on the way into the buffer
-  double before_sparse = 1;  // factor for sparse gradients
-  bool as_sum = true;        // the transport leaves the sum of dense gradients, else their mean
+  double before = 1;             // factor for dense gradients on the way into the buffer
+  double before_sparse = 1;      // factor for sparse gradients
+  bool as_sum = true;            // the transport leaves the sum of dense gradients, else their mean
+  std::optional<double> weight;  // of this rank, where the transport may divide their sum by the sum of weights
   Purpose purpose = Purpose::kBucket;
 };
 
@@ -65,6 +67,8 @@ class BucketQueue {
   void reset();
   // To be set before the first add().
   Scaling& scaling() { return scaling_; }
+  // Returns true if the transport divides the bucket's sum by the sum of weights.
+  bool is_divided(size_t bucket) const { return states_[bucket].is_divided; }
   // Returns true while the bucket waits for gradients.
   bool is_filling(size_t bucket) const { return states_[bucket].phase == Phase::kFilling; }
   // Counts one parameter of its bucket as ready, and puts its gradient in.
@@ -109,6 +113,7 @@ class BucketQueue {
     Phase phase = Phase::kFilling;
     std::unique_ptr<PendingReduce> reduce;  // null: nothing to wait for
     HookReduce* hooked = nullptr;           // `reduce`, where a hook reduces
+    bool is_divided = false;                // by the sum of weights
   };
 
   void put_in(size_t param);

@@ -69,10 +69,14 @@ void Collectives::compare_change(size_t param, int64_t checksum, std::string war
 
 std::unique_ptr<PendingReduce> Collectives::start_bucket(const at::Tensor& flat, size_t index, bool as_sum,
                                                          Purpose purpose,
-                                                         const std::shared_ptr<const RankRanges>& ranges) {
+                                                         const std::shared_ptr<const RankRanges>& ranges,
+                                                         std::optional<double>& weight) {
   show(purpose, index);
-  if (ranges) return comm_->start_scatter(flat, ranges, as_sum);
-  return as_sum ? comm_->start_sum(flat) : comm_->start(flat);
+  if (!as_sum || weight) {
+    if (auto reduce = comm_->start_mean(flat, weight, ranges)) return reduce;
+    weight.reset();
+  }
+  return ranges ? comm_->start_scatter(flat, ranges) : comm_->start_sum(flat);
 }
 
 std::unique_ptr<PendingReduce> Collectives::start_sum(const at::Tensor& flat, Purpose purpose,

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,9 +59,11 @@ class Collectives {
   // Returns how two ranks have differed in a collective; "": they have not.
   std::string difference() const { return comm_->board() != nullptr ? comm_->board()->difference() : ""; }
 
-  // ranges: the part of the result that each rank needs; null: everything.
+  // ranges: the part of the result that each rank needs; null: everything. weight: this rank's, where the sum of
+  // weights divides the result. Resets it on all ranks if the transport leaves that to the caller.
   std::unique_ptr<PendingReduce> start_bucket(const at::Tensor& flat, size_t index, bool as_sum, Purpose purpose,
-                                              const std::shared_ptr<const RankRanges>& ranges);
+                                              const std::shared_ptr<const RankRanges>& ranges,
+                                              std::optional<double>& weight);
   // Starts a sum besides the buckets. what: the collective's name in errors, which end the step.
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat, Purpose purpose, const std::string& what);
   // Waits for a collective of the step. what: the collective's name in reports; position: the place in the step where

@@ -178,7 +178,7 @@ void all_reduce(Comm& comm, const at::Tensor& flat, bool mean) {
     throw UserError(
         text("mean is true, but transport '", comm.name(), "' has no mean of ", flat.scalar_type(), ": pass false"));
   }
-  (mean ? comm.start(flat) : comm.start_sum(flat))->wait();
+  (mean ? comm.start_mean(flat, std::nullopt, nullptr) : comm.start_sum(flat))->wait();
 }
 
 // Ranges in bytes as Python keeps them between gathers.

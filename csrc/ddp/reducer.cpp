@@ -317,7 +317,7 @@ void Reducer::finalize() {
   }
   const bool drops_gradients = must_drop_gradients();
   // A hook has divided by the number of ranks already.
-  weights_.divide(buffer_, queue_.has_hook() ? collectives_.comm().size() : 1);
+  weights_.divide(queue_, buffer_, queue_.has_hook() ? collectives_.comm().size() : 1);
   used_.finish();
   noise_.finish();
   hand_back_gradients();

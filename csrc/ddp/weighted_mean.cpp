@@ -12,6 +12,7 @@
 
 #include "base/check.h"
 #include "base/stream_order.h"
+#include "ddp/bucket_queue.h"
 #include "ddp/errors.h"
 #include "ddp/tensors.h"
 
@@ -189,7 +190,7 @@ void WeightedMean::fail_parted(double prepared, double unprepared) {
 
 // Weights are finite and not negative. A rank with a weight above 0 therefore knows that the sum is above 0, and only a
 // rank without one must wait for it.
-void WeightedMean::divide(GradBuffer& buffer, double factor) {
+void WeightedMean::divide(const BucketQueue& queue, GradBuffer& buffer, double factor) {
   if (!weight_) return;
   const size_t count = buffer.buckets().size();
   if (has_owner_ && !sum_.is_cpu()) {
@@ -210,7 +211,9 @@ void WeightedMean::divide(GradBuffer& buffer, double factor) {
       throw_value_error(text("the weights given to backward(loss, weight=...) sum to ", sums[0],
                              " over all ranks, expected a sum above 0."));
     }
-    for (size_t i = 0; i < count; ++i) buffer.bucket(i).flat.mul_(as_scalar(factor / sums[0]));
+    for (size_t i = 0; i < count; ++i) {
+      if (!queue.is_divided(i)) buffer.bucket(i).flat.mul_(as_scalar(factor / sums[0]));
+    }
     return;
   }
   parted_.add(sum_.narrow(0, 1, 1).mul(sum_.narrow(0, 2, 1)));

@@ -19,6 +19,8 @@
 
 namespace drivetrain::ddp {
 
+class BucketQueue;
+
 // A check that a device makes and whose result the host learns in a later step, without waiting.
 class LateCheck {
  public:
@@ -88,6 +90,11 @@ class WeightedMean : public SideSum {
   // Counts this rank with weight 0 if it has none.
   void count_nothing() { weight_ = weight_.value_or(0); }
   bool has_weight() const { return weight_.has_value(); }
+  // Returns this rank's weight in a step that divides by the sum of weights, if the host knows it.
+  std::optional<double> of_rank() const {
+    if (!weight_ || has_owner_ || kept_weight_.defined()) return std::nullopt;
+    return part_sums_.add_to(*weight_);
+  }
   bool is_due() const override { return has_weight(); }
   // Throws if a backward without a weight adds to gradients that weights count. Gradients that were zeroed since are
   // forgotten instead. came: the parameter whose gradient has just come, the backward's first.
@@ -100,10 +107,10 @@ class WeightedMean : public SideSum {
   // ---- A step's reduction.
 
   void begin_step(BackwardKind kind, bool is_joining) override;
-  // Divides the sums in the buffer by the sum of all weights. factor: the number by which a communication hook has
-  // divided, else 1. Throws if some ranks ran a prepared backward and others an unprepared one; on a device other than
-  // the CPU in a later call.
-  void divide(GradBuffer& buffer, double factor);
+  // Divides the sums in the buffer by the sum of all weights, except where the transport has. factor: the number by
+  // which a communication hook has divided, else 1. Throws if some ranks ran a prepared backward and others an
+  // unprepared one; on a device other than the CPU in a later call.
+  void divide(const BucketQueue& queue, GradBuffer& buffer, double factor);
   void end_step() override { forget_weights(); }
 
  private:

@@ -357,6 +357,39 @@ def test_a_rank_without_micro_batches_has_a_scaler(on_ranks: OnRanks, counts: st
     on_ranks(windows_on_ranks, RANK_COUNTS[counts], {}, scaler_class)
 
 
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+@run_on(2)
+def test_means_through_shared_memory_have_the_bits_of_divided_sums(shard: str | None) -> None:
+    """Shared memory divides while it adds. torch's transport leaves a sum, which the reducer divides."""
+    rank = dist.get_rank()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        found = []
+        for transport in ("shm", "torch"):
+            torch.manual_seed(2)
+            body = nn.ParameterList([torch.randn(size).to(dtype) for size in (1, 3, 70_001)])
+            body.add_module("own", nn.Linear(1, 1))  # gives a bucket of its own the usual type
+            options = SMALL_BUCKETS | ({} if shard is None else {"shard": shard})
+            model = DDP(Summed(body), transport=transport, **options)
+            optimizer = (torch if shard is None else drivetrain).optim.SGD(model.parameters(), lr=0.3)
+            with drivetrain.accumulate(model, optimizer, steps=2) as window:
+                for step in range(6):
+                    x = torch.randn(5, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+                    window.backward(model(x), weight=0.7 * step * (rank + (step > 1)))
+            found.append([param.detach().clone() for param in model.parameters()])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other), dtype
+
+
+class Summed(nn.Module):
+    def __init__(self, body: nn.ParameterList) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_body = sum((param * x.sum() * (1 + i)).abs().square().mean() for i, param in enumerate(self.body))
+        return of_body + self.body.own(torch.ones(1)).sum()  # type: ignore[no-any-return]
+
+
 class Normed(nn.Module):
     """Has buffers, which rank 0's forwards set for all."""
 

@@ -358,6 +358,8 @@ void test_exchange(int num_hosts, int ranks_per_host) {
   for (auto& mine : values) {
     for (int bucket = 0; bucket < num_buckets; ++bucket) mine.emplace_back(numels[bucket % numels.size()]);
   }
+  // Their sums are divided by the sum of weights.
+  const auto is_weighted = [&](int bucket) { return num_hosts == 1 && bucket % 3 == 1; };
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
@@ -377,6 +379,8 @@ void test_exchange(int num_hosts, int ranks_per_host) {
           std::vector<float>& mine = values[rank][bucket];
           for (size_t i = 0; i < mine.size(); ++i) mine[i] = static_cast<float>((rank + 1) * (step + bucket + i % 7));
           ShmExchange::Operation operation = {{}, ElementType::kFloat32, static_cast<int64_t>(mine.size()), 1.0};
+          const bool has_weights = is_weighted(bucket);
+          if (has_weights) operation.weight = rank + 1 + step % 3;
           for (int other = 0; other < ranks_per_host; ++other) {
             operation.values.push_back(reinterpret_cast<char*>(values[host * ranks_per_host + other][bucket].data()));
           }
@@ -385,9 +389,11 @@ void test_exchange(int num_hosts, int ranks_per_host) {
         for (int bucket = 0; bucket < num_buckets; ++bucket) {
           exchange.wait(numbers[bucket]);
           bool equal = true;
+          const double weights = world * (world + 1) / 2 + world * (step % 3);
+          const float factor = is_weighted(bucket) ? static_cast<float>(1 / weights) : 1;
           const std::vector<float>& mine = values[rank][bucket];
           for (size_t i = 0; i < mine.size(); ++i) {
-            equal &= mine[i] == static_cast<float>(world * (world + 1) / 2 * (step + bucket + i % 7));
+            equal &= mine[i] == static_cast<float>(world * (world + 1) / 2 * (step + bucket + i % 7)) * factor;
           }
           expect(equal, text(num_hosts, " hosts of ", ranks_per_host, " ranks: step ", step, ", bucket ", bucket));
         }

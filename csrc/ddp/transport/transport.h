@@ -82,29 +82,32 @@ class Comm {
   // Lets it do so for tensors in that memory, as long as the result exists. Make a new one when other values take their
   // places. Every rank must call it between the same starts. Returns null if this transport carries none.
   virtual std::shared_ptr<void> carry_errors(const at::Tensor& /*memory*/) { return nullptr; }
-  // Returns true if start() leaves the mean over ranks, else it leaves the sum. Fixed once all memory is allocated.
+  // Returns true if start_mean() gives means. Fixed once all memory is allocated.
   // NCCL could average too, but would then use neither NVLS nor its symmetric kernels (nccl#1455).
   virtual bool averages() const { return false; }
   // Returns true if a wait for other ranks begins by spinning. It then ends sooner, at the cost of a core.
   virtual bool spins() const { return false; }
   // Returns true if collectives proceed by themselves. Else the ranks' threads execute them in start() and wait().
   virtual bool in_background() const { return true; }
-  // Starts an in-place all-reduce of a real tensor, flat or sparse. Every rank must start the same tensors in the same
-  // order.
-  virtual std::unique_ptr<PendingReduce> start(const at::Tensor& flat) { return start_sum(flat); }
+  // Starts an in-place all-reduce of a real tensor, flat or sparse, that leaves the sum. Every rank must start the same
+  // tensors in the same order.
+  virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
+  // Starts an all-reduce, or a reduce-scatter if there are ranges, that leaves the mean over ranks. With a weight,
+  // which every rank must give, it leaves the sum divided by the sum of weights, or the sum if that is 0. A sum that is
+  // divided later has the same bits. Returns null on all ranks if this transport does not divide that tensor.
+  virtual std::unique_ptr<PendingReduce> start_mean(const at::Tensor& /*flat*/, std::optional<double> /*weight*/,
+                                                    const std::shared_ptr<const RankRanges>& /*ranges*/) {
+    return nullptr;
+  }
   // Returns a number of float32 values at whose multiples a tensor may be divided. start_sum() of the parts, in their
   // order, then gives the bits of one start_sum(). This holds for a transport of this kind over that many ranks. 0:
   // there is no such number.
   virtual int64_t divides_at(int /*num_ranks*/) const { return 0; }
-  // Starts an all-reduce that leaves the sum even if averages() is true, for counts.
-  virtual std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) = 0;
-  // Starts an in-place reduce-scatter, with the result of start(), or of start_sum() if as_sum is true. Each rank gets
-  // the result of its own ranges only; other values are undefined. A transport reduces everything where it has none, or
-  // where no rank is busier then.
+  // Starts an in-place reduce-scatter with the result of start_sum(). Each rank gets the result of its own ranges only;
+  // other values are undefined. A transport reduces everything where it has none, or where no rank is busier then.
   virtual std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
-                                                       const std::shared_ptr<const RankRanges>& /*ranges*/,
-                                                       bool as_sum) {
-    return as_sum ? start_sum(flat) : start(flat);
+                                                       const std::shared_ptr<const RankRanges>& /*ranges*/) {
+    return start_sum(flat);
   }
   // Names a process group of the same ranks in which only this transport sends sums to the further ranks of ranges.
   // Waits for reduce-scatters then communicate: every rank must wait for them in the same order.

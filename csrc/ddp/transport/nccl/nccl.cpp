@@ -214,8 +214,8 @@ class NcclComm final : public Comm {
     });
   }
 
-  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
-                                               bool as_sum) override {
+  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
+                                               const std::shared_ptr<const RankRanges>& ranges) override {
     if (tree_ && TreeSum::takes(flat)) {
       return recording_collective("nccl:reduce_scatter", tag(), flat,
                                   [&] { return tree_->start_scatter(flat, *ranges); });
@@ -224,7 +224,7 @@ class NcclComm final : public Comm {
     if (size() > 1 && flat.layout() == at::kStrided) {
       calls = scatter_calls(*ranges, static_cast<int64_t>(flat.nbytes()), size());
     }
-    if (calls.empty()) return as_sum ? start_sum(flat) : start(flat);
+    if (calls.empty()) return start_sum(flat);
     return recording_collective("nccl:reduce_scatter", tag(), flat, [&] {
       auto started = begin(flat);
       for (const RangeCall& call : calls) add(started, part(flat, call, Kind::kReduceScatter, Kind::kReduce));

@@ -18,7 +18,7 @@ at::ScalarType scalar_type(ElementType type) {
 void TorchLink::start(char* values, ElementType type, int64_t numel, const std::shared_ptr<const RankRanges>& ranges) {
   const auto keep = [owner = owner_of_(values)](void*) {};
   const at::Tensor sum = at::from_blob(values, {numel}, keep, at::dtype(scalar_type(type)));
-  started_.push_back(ranges ? leaders_->start_scatter(sum, ranges, true) : leaders_->start_sum(sum));
+  started_.push_back(ranges ? leaders_->start_scatter(sum, ranges) : leaders_->start_sum(sum));
 }
 
 bool TorchLink::finish_oldest() {

@@ -46,7 +46,10 @@ struct StatusAndCores : PeerStatus {
 class ShmComm final : public Comm {
  public:
   explicit ShmComm(const ShmOptions& options)
-      : Comm(options.ranks), torch_(options.group), group_(c10d::resolve_process_group(options.group_name)) {
+      : Comm(options.ranks),
+        torch_(options.group),
+        group_(c10d::resolve_process_group(options.group_name)),
+        in_tree_(options.in_tree) {
     title_ = group_->getBackend(c10::DeviceType::CPU)->getBackendName() + ":all_reduce";
     const int rank = group_->getRank();
     if (static_cast<int>(options.hosts.size()) != group_->getSize()) {
@@ -143,27 +146,26 @@ class ShmComm final : public Comm {
     return at::from_blob(buffer->base[local_rank_], {bytes}, keep, at::dtype(at::kByte));
   }
 
-  std::unique_ptr<PendingReduce> start(const at::Tensor& flat) override {
-    if (!exchange_) return torch_->start_sum(flat);
-    if (auto reduce = start_shared(flat, 1.0 / size())) return reduce;
-    return std::make_unique<MeanOfSum>(torch_->start_sum(flat), flat, size());
-  }
-
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override {
     if (!exchange_) return torch_->start_sum(flat);
     if (auto reduce = start_shared(flat, 1)) return reduce;
     return torch_->start_sum(flat);
   }
 
-  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
-                                               bool as_sum) override {
-    if (!exchange_) return torch_->start_scatter(flat, ranges, as_sum);
-    const bool has_all_ranks = num_local_ranks() == size();
-    const auto here = has_all_ranks ? ranges : std::make_shared<const RankRanges>(renumbered(*ranges, number_here_));
-    const auto of_hosts = leaders_ ? std::make_shared<const RankRanges>(renumbered(*ranges, host_of_)) : nullptr;
-    const double scale = as_sum ? 1 : 1.0 / size();
-    if (auto reduce = start_shared(flat, scale, Exchange::kReduceScatter, here, of_hosts)) return reduce;
-    return as_sum ? start_sum(flat) : start(flat);
+  std::unique_ptr<PendingReduce> start_mean(const at::Tensor& flat, std::optional<double> weight,
+                                            const std::shared_ptr<const RankRanges>& ranges) override {
+    // Outside of a tree a 16-bit sum would be rounded once, and one that is divided later is rounded twice.
+    const bool has_same_bits = flat.is_floating_point() && (in_tree_ || flat.element_size() > 2);
+    if (!exchange_ || (weight && (num_local_ranks() < size() || !has_same_bits))) return nullptr;
+    if (auto reduce = start_reduce(flat, 1.0 / size(), ranges, weight)) return reduce;
+    return weight ? nullptr : std::make_unique<MeanOfSum>(torch_->start_sum(flat), flat, size());
+  }
+
+  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
+                                               const std::shared_ptr<const RankRanges>& ranges) override {
+    if (!exchange_) return torch_->start_scatter(flat, ranges);
+    if (auto reduce = start_reduce(flat, 1, ranges)) return reduce;
+    return torch_->start_sum(flat);
   }
 
   std::unique_ptr<PendingReduce> start_gather(const at::Tensor& flat,
@@ -262,11 +264,23 @@ class ShmComm final : public Comm {
     group_.reset();
   }
 
+  // ranges: of a reduce-scatter; null: an all-reduce. Returns null where start_shared() does.
+  std::unique_ptr<PendingReduce> start_reduce(const at::Tensor& flat, double scale,
+                                              const std::shared_ptr<const RankRanges>& ranges,
+                                              std::optional<double> weight = std::nullopt) {
+    if (!ranges) return start_shared(flat, scale, Exchange::kAllReduce, nullptr, nullptr, weight);
+    const bool has_all_ranks = num_local_ranks() == size();
+    const auto here = has_all_ranks ? ranges : std::make_shared<const RankRanges>(renumbered(*ranges, number_here_));
+    const auto of_hosts = leaders_ ? std::make_shared<const RankRanges>(renumbered(*ranges, host_of_)) : nullptr;
+    return start_shared(flat, scale, Exchange::kReduceScatter, here, of_hosts, weight);
+  }
+
   // Returns null where the process group must reduce: for other types, and for large tensors outside of shared memory.
   std::unique_ptr<PendingReduce> start_shared(const at::Tensor& flat, double scale,
                                               Exchange exchange = Exchange::kAllReduce,
                                               std::shared_ptr<const RankRanges> ranges = nullptr,
-                                              std::shared_ptr<const RankRanges> host_ranges = nullptr) {
+                                              std::shared_ptr<const RankRanges> host_ranges = nullptr,
+                                              std::optional<double> weight = std::nullopt) {
     const std::optional<ElementType> type = element_type(flat.scalar_type());
     if (flat.layout() != at::kStrided) return nullptr;  // sparse
     DT_INVARIANT(flat.is_contiguous() && (scale == 1 || flat.is_floating_point()));
@@ -275,6 +289,7 @@ class ShmComm final : public Comm {
     operation.exchange = exchange;
     operation.ranges = std::move(ranges);
     operation.host_ranges = std::move(host_ranges);
+    operation.weight = weight;
     char* const begin = static_cast<char*>(flat.data_ptr());
     const int64_t bytes = static_cast<int64_t>(flat.nbytes());
     for (const auto& weak : buffers_) {
@@ -446,6 +461,7 @@ class ShmComm final : public Comm {
   int64_t num_begun_ = 0;
   std::string title_;  // names its all-reduces in profiles
   bool spins_ = false;
+  const bool in_tree_;
   std::optional<ShmExchange> exchange_;
   std::string why_not_;
 };

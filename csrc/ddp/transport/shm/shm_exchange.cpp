@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <climits>
 #include <cstring>
@@ -60,21 +61,26 @@ struct alignas(64) RankLine {
   std::atomic<RankState> state;
   alignas(64) std::atomic<uint64_t> kind[kSlots];  // by slot of the operation, written before it is published
   Claims claims[kSlots];                           // likewise
+  std::atomic<uint64_t> weight[kSlots];            // likewise, the bits of a double
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<RankState>::is_always_lock_free);
 
-// Packs the properties that must be equal on all ranks into one word. The scale needs only one bit: it is 1 or 1 /
-// size.
+// Packs the properties that must be equal on all ranks into one word. The scale needs only one bit: it is 1, 1 / size,
+// or comes from weights.
 uint64_t kind_of(const ShmExchange::Operation& operation) {
-  return static_cast<uint64_t>(operation.numel) << 8 | static_cast<uint64_t>(operation.exchange) << 4 |
-         static_cast<uint64_t>(operation.type) << 1 | (operation.scale != 1 ? 1 : 0);
+  return static_cast<uint64_t>(operation.numel) << 8 | uint64_t{operation.weight.has_value()} << 6 |
+         static_cast<uint64_t>(operation.exchange) << 4 | static_cast<uint64_t>(operation.type) << 1 |
+         (!operation.weight && operation.scale != 1 ? 1 : 0);
 }
 
 std::string describe_kind(uint64_t kind) {
   constexpr const char* kTypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64"};
-  const auto exchange = static_cast<Exchange>(kind >> 4 & 0xf);
-  const char* const result = exchange == Exchange::kGather ? "gathered values" : (kind & 1) != 0 ? "mean" : "sum";
+  const auto exchange = static_cast<Exchange>(kind >> 4 & 3);
+  const char* const result = exchange == Exchange::kGather ? "gathered values"
+                             : (kind >> 6 & 1) != 0        ? "weighted mean"
+                             : (kind & 1) != 0             ? "mean"
+                                                           : "sum";
   return text("the ", exchange == Exchange::kReduceScatter ? "scattered " : "", result, " of ", kind >> 8, " ",
               kTypes[kind >> 1 & 7]);
 }
@@ -166,6 +172,7 @@ uint64_t ShmExchange::start(Operation operation) {
   DT_INVARIANT(num_chunks < int64_t{1} << kCountBits);
   RankLine& line = line_of(block_, options_.rank);
   line.kind[number % kSlots].store(kind_of(operation), std::memory_order_release);
+  line.weight[number % kSlots].store(std::bit_cast<uint64_t>(operation.weight.value_or(0)), std::memory_order_relaxed);
   running_.push_back({std::move(operation), number, static_cast<uint32_t>(num_chunks), chunk_numel});
 
   DoneCounts& slot = slot_of(block_, number);
@@ -218,7 +225,10 @@ bool ShmExchange::work(uint32_t max_chunks) {
   const uint64_t shared = block_.shared.load(std::memory_order_acquire);
   for (Running& running : running_) {
     if (max_chunks == 0 || running.number > published) break;
-    if (running.number > compared_) compare_kinds(running);
+    if (running.number > compared_) {
+      compare_kinds(running);
+      if (running.operation.weight) running.operation.scale = inverse_of_weights(running.number);
+    }
     worked |= work_on(running, kSum, max_chunks);
     if (options_.several_hosts && running.number <= shared) worked |= work_on(running, kCopy, max_chunks);
   }
@@ -266,6 +276,20 @@ void ShmExchange::compare_kinds(const Running& running) {
               ". Every rank must construct the same model"));
   }
   compared_ = running.number;
+}
+
+// Returns one over the sum of the ranks' weights, or 1 if that is 0. The sum has the order of all other sums.
+double ShmExchange::inverse_of_weights(uint64_t number) const {
+  std::vector<double> weights(options_.size);
+  std::vector<char*> places;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    weights[rank] =
+        std::bit_cast<double>(line_of(block_, rank).weight[number % kSlots].load(std::memory_order_relaxed));
+    places.push_back(reinterpret_cast<char*>(&weights[rank]));
+  }
+  constexpr ElementType kType = ElementType::kFloat64;
+  sum_range({kType, kType, places.data(), options_.size, places.data(), 1, 0, 1, 1, options_.in_tree});
+  return weights[0] > 0 ? 1 / weights[0] : 1;
 }
 
 // is_usual: this rank computes that chunk in every step.

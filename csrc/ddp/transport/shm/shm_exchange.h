@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -71,9 +72,10 @@ class ShmExchange {
     ElementType type;
     int64_t numel = 0;
     double scale = 1;
-    std::shared_ptr<void> memory = nullptr;  // keeps the values mapped while this rank takes part
-    Residency* residency = nullptr;          // of the other ranks' values; null: not tracked
-    int64_t offset = 0;                      // bytes from the start of the residency's memory
+    std::optional<double> weight = std::nullopt;  // in place of the scale: the sum is divided by the sum of weights
+    std::shared_ptr<void> memory = nullptr;       // keeps the values mapped while this rank takes part
+    Residency* residency = nullptr;               // of the other ranks' values; null: not tracked
+    int64_t offset = 0;                           // bytes from the start of the residency's memory
     Exchange exchange = Exchange::kAllReduce;
     // For exchanges other than all-reduces, with ranks numbered within the host; -1: on another host.
     std::shared_ptr<const RankRanges> ranges = nullptr;
@@ -121,6 +123,7 @@ class ShmExchange {
   uint32_t region_begin(const Running& running, int rank) const;
   bool work_on(Running& running, int stage, uint32_t& max_chunks);
   void compare_kinds(const Running& running);
+  double inverse_of_weights(uint64_t number) const;
   void compute(const Running& running, int stage, uint32_t chunk, bool is_usual);
   void compute_ranges(const Operation& operation, int stage, int64_t begin, int64_t end) const;
   bool relay();

@@ -175,7 +175,7 @@ std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
 }
 
 std::unique_ptr<PendingReduce> TorchComm::start_scatter(const at::Tensor& flat,
-                                                        const std::shared_ptr<const RankRanges>& ranges, bool as_sum) {
+                                                        const std::shared_ptr<const RankRanges>& ranges) {
   if (tree_ && TreeSum::takes(flat)) return tree_->start_scatter(flat, *ranges);
   if (backend_ == "nccl" && size() > 1 && flat.layout() == at::kStrided && flat.is_cuda()) {
     const auto calls = scatter_calls(*ranges, static_cast<int64_t>(flat.nbytes()), size());
@@ -185,7 +185,7 @@ std::unique_ptr<PendingReduce> TorchComm::start_scatter(const at::Tensor& flat,
   if (backend_ == "gloo" && size() > 1 && flat.layout() == at::kStrided && flat.is_cpu() && type) {
     if (auto reduce = start_torch_scatter(flat, *type, *ranges, *this, returning_)) return reduce;
   }
-  return as_sum ? start_sum(flat) : start(flat);
+  return start_sum(flat);
 }
 
 std::unique_ptr<PendingReduce> TorchComm::start_gather(const at::Tensor& flat,

@@ -51,8 +51,8 @@ class TorchComm final : public Comm {
   bool is_foreign() const override { return backend_.empty(); }
   at::Tensor allocate(int64_t bytes, c10::Device device) override;
   std::unique_ptr<PendingReduce> start_sum(const at::Tensor& flat) override;
-  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
-                                               bool as_sum) override;
+  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
+                                               const std::shared_ptr<const RankRanges>& ranges) override;
   std::unique_ptr<PendingReduce> start_gather(const at::Tensor& flat,
                                               const std::shared_ptr<const RankRanges>& ranges) override;
   void set_returning(const std::string& group_name) override;

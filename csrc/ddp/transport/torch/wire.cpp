@@ -263,9 +263,9 @@ class WireComm final : public Comm {
     scatter_returning_ = std::make_shared<TorchComm>(c10d::resolve_process_group(group_name), "gloo", ranks());
   }
 
-  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat, const std::shared_ptr<const RankRanges>& ranges,
-                                               bool as_sum) override {
-    if (!is_taken(flat)) return group_.start_scatter(flat, ranges, as_sum);
+  std::unique_ptr<PendingReduce> start_scatter(const at::Tensor& flat,
+                                               const std::shared_ptr<const RankRanges>& ranges) override {
+    if (!is_taken(flat)) return group_.start_scatter(flat, ranges);
     DT_INVARIANT(flat.is_contiguous() && flat.is_cpu());
     chain_->check();
     std::unique_ptr<PendingReduce> reduce;

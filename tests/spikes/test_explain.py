@@ -350,7 +350,7 @@ DRAWN_MODELS = (
 )
 
 
-@pytest.mark.parametrize("number", range(rounds(3, 120)))
+@pytest.mark.parametrize("number", range(rounds(3, 134)))
 def test_drawn_scripts(number: int, in_warm_processes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each fourth script has no planted sample, and a learning rate that is too high in one step."""
     draw = random.Random(f"{SEED} {number}")

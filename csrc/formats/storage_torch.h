@@ -25,6 +25,14 @@ inline std::optional<Format> format_of(at::ScalarType dtype) {
   }
 }
 
+// Returns the dtype of real numbers in a format that format_of() gives.
+inline at::ScalarType dtype_of(Format format) {
+  for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16, at::kHalf}) {
+    if (format_of(dtype) == format) return dtype;
+  }
+  return at::kFloat;
+}
+
 // Returns whether kernels can read the tensor's elements in memory order: dense, and without a lazy conjugation or
 // negation.
 inline bool is_walkable(const at::Tensor& tensor) {

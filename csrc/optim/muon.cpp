@@ -3,7 +3,9 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <numeric>
@@ -25,6 +27,7 @@ constexpr int64_t kRoundElements = 1 << 23;
 // Elements of all ranks in a round, which each rank holds in bfloat16.
 constexpr int64_t kAllElements = 1 << 25;
 constexpr int64_t kElementBytes = 2;  // of bfloat16
+constexpr int kRowMeans = 1;          // the place of that state, in a rule that has it
 
 // Returns the key of matrices that may share an iteration: their shape in memory, and the iteration's arguments.
 auto key_of(const ParamJob& param, const MuonArgs& args) {
@@ -107,6 +110,33 @@ void orthogonalize_heads(const MuonMatrices& matrices, const at::Tensor& result,
   }
   const std::vector<int64_t> shape = {matrices.number * heads, matrices.rows / heads, matrices.columns};
   orthogonalize(first.view(shape), second.view(shape), matrices.args);
+}
+
+// Returns the values that a job has there, as a tensor of these sizes.
+at::Tensor tensor_of(const TypedArray& values, at::IntArrayRef sizes, c10::Device device) {
+  return at::from_blob(values.data, sizes, at::TensorOptions(dtype_of(values.format)).device(device));
+}
+
+// Divides each row of a result by the root of the mean of its squares over steps. Each head keeps its norm. Source: Li
+// et al. 2025, "NorMuon", algorithm 1, with the norm of the authors' implementation.
+void normalize_rows(const ParamJob& step, const MuonArgs& args, c10::Device device, const GradScaling* scaling) {
+  const at::Tensor result = step.is_transposed ? tensor_of(step.grad, {step.columns, step.rows}, device).t()
+                                               : tensor_of(step.grad, {step.rows, step.columns}, device);
+  const at::Tensor values = result.to(at::kFloat), squares = values.square().mean(1);
+  const at::Tensor kept = tensor_of(step.state[kRowMeans], {step.rows}, device);
+  at::Tensor means = kept.to(at::kFloat).lerp(squares, 1 - args.beta2);
+  if (scaling != nullptr) {  // The host does not know whether the step is skipped.
+    auto* const skips = const_cast<bool*>(&scaling->skips);
+    means = at::where(at::from_blob(skips, {1}, at::TensorOptions(at::kBool).device(device)), kept, means);
+  }
+  kept.copy_(means);
+  constexpr double kTiny = 1e-10;  // as in the authors' implementation, for matrices of zeros
+  const at::Tensor factors = means.sqrt().add_(kTiny).reciprocal_();
+  const std::vector<int64_t> by_head = {static_cast<int64_t>(args.num_heads), -1};
+  const at::Tensor before = squares.view(by_head).sum(1, /*keepdim=*/true).sqrt();
+  const at::Tensor after = squares.mul(factors).mul_(factors).view(by_head).sum(1, /*keepdim=*/true).sqrt();
+  factors.view(by_head).mul_(before.div(after.add(kTiny)));
+  result.copy_(values.mul(factors.unsqueeze(1)));
 }
 
 // Runs a part of an exchange between ranks. Its error says what the step has done.
@@ -214,6 +244,7 @@ void add_round(MuonPlan& plan, const DealtRound& dealt, const ParamJob* params, 
       round.sent[home] += job.numel * kElementBytes;
       const TypedArray result = values_in(results, ranks.hold_rows() ? here : home * round.most + begin);
       plan.order.push_back(i);
+      plan.args.push_back(args[i]);
       plan.momenta.push_back(job);
       plan.steps.push_back(job);
       plan.steps.back().grad = result;
@@ -235,6 +266,7 @@ MuonPlan plan_muon(const ParamJob* params, const std::vector<MuonArgs>& args, Mu
     ParamJob& whole = wholes[i];
     if (ranks.hold_rows()) {
       DT_INVARIANT(!whole.is_transposed && whole.rows == rows_of_rank(ranks.whole_rows[i], ranks.rank, ranks.size));
+      DT_INVARIANT(whole.state[kRowMeans].data == nullptr);  // They need the norm of all rows.
       whole.rows = ranks.whole_rows[i];
       whole.numel = whole.rows * whole.columns;
     }
@@ -333,7 +365,12 @@ void run_muon(MuonPlan& plan, const StepJob& job, const ParamJob* momenta, const
   };
   const auto step = [&](size_t r) {
     if (const auto& arriving = from_home[r % num_buffers]) exchanging(kPartlyDone, [&] { arriving->wait(); });
-    StepJob pass = pass_of(plan.rounds[r], RuleKind::kMuonStep, steps);
+    const MuonRound& round = plan.rounds[r];
+    for (int32_t i = round.first; i < round.first + round.number; ++i) {
+      if (plan.steps[i].state[kRowMeans].data == nullptr) continue;
+      normalize_rows(plan.steps[i], plan.args[i], ranks.device, job.grad_scaling_on_device);
+    }
+    StepJob pass = pass_of(round, RuleKind::kMuonStep, steps);
     pass.grad_scaling = {};  // The first pass has scaled the gradients.
     pass.only_skips = true;
     run(pass);

@@ -55,6 +55,7 @@ struct MuonPlan {
   MuonRanks ranks;
   std::vector<int32_t> order;  // indices of the step's parameters
   std::vector<ParamJob> momenta, steps;
+  std::vector<MuonArgs> args;  // without the learning rate
   std::vector<MuonRound> rounds;
   // Rounds take turns in these: every rank's results, or this rank's rows of all matrices.
   std::vector<at::Tensor> results;

@@ -75,6 +75,9 @@ const std::vector<RuleInfo>& all_rules() {
 #define DT_ROW(Rule, name, ...) rule_info<Rule>(name, RuleKind::k##Rule, {__VA_ARGS__}),
       DT_OPTIM_RULES(DT_ROW) DT_TRUST_RATIO_RULES(DT_ROW)
 #undef DT_ROW
+          rule_info<MuonArgs>(
+              "normuon", RuleKind::kMuonMomentum, RuleInfo::Needs::kMatrix,
+              {{"momentum_buffer", StateKind::kMean}, {"second_momentum_buffer", StateKind::kRowMeans}}),
   };
   return rules;
 }

@@ -361,7 +361,7 @@ def installed() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("options", [{"num_heads": 4}, {"ns_coefficients": "polar_express"}])
+@pytest.mark.parametrize("options", [{"num_heads": 4}, {"beta2": 0.9}, {"ns_coefficients": "polar_express"}])
 def test_torchs_class_takes_no_steps_with_options_that_it_lacks(options: dict[str, Any]) -> None:
     class Sub(torch.optim.Muon):
         def _init_group(self, *args: Any) -> Any:
@@ -372,7 +372,7 @@ def test_torchs_class_takes_no_steps_with_options_that_it_lacks(options: dict[st
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("own", [{"num_heads": 4}, {"num_heads": "none"}, {"fallback": True}])
+@pytest.mark.parametrize("own", [{"num_heads": 4}, {"num_heads": "none"}, {"beta2": 2.0}, {"fallback": True}])
 def test_a_script_keeps_entries_of_its_own_in_groups(own: dict[str, Any]) -> None:
     """Its hooks read them, and torch's class does not."""
     results = []

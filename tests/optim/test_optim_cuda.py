@@ -407,9 +407,12 @@ def test_adafactor_gives_the_cpus_bits(precision: str, dtype: torch.dtype) -> No
         assert_same_bits(on_cpu, on_device)
 
 
+@pytest.mark.parametrize("beta2", [None, 0.9])
 @pytest.mark.parametrize("precision", [{}, *PRECISIONS.values(), {"rounding": "stochastic"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_muon_is_the_cpus_but_for_its_products(precision: dict[str, Any], dtype: torch.dtype) -> None:
+def test_muon_is_the_cpus_but_for_its_products(
+    precision: dict[str, Any], dtype: torch.dtype, beta2: float | None
+) -> None:
     """The momentum has the CPU's bits: with clipping, after an overflow, and in a graph that reads the rate."""
     if dtype == torch.float16 and precision.get("master_bits") == 24:
         pytest.skip("24 bits are for bfloat16 parameters")
@@ -417,6 +420,8 @@ def test_muon_is_the_cpus_but_for_its_products(precision: dict[str, Any], dtype:
     shapes: list[Any] = [(64, 48), (48, 64), (300, 70), (64, 48), (7, 1), (0, 4)]
     on_cpu, on_device = pair(optim.Muon, options, dtype, shapes)
     on_device.param_groups[0]["lr"] = lr = torch.tensor(on_cpu.param_groups[0]["lr"], device=DEVICE)
+    for optimizer in (on_cpu, on_device):
+        optimizer.param_groups[0]["beta2"] = beta2
     cpu_params, params = params_of(on_cpu), params_of(on_device)
     set_grads(cpu_params, params)
     graph = None
@@ -442,6 +447,9 @@ def test_muon_is_the_cpus_but_for_its_products(precision: dict[str, Any], dtype:
             for name in on_cpu.state[param]:
                 if name.startswith("momentum"):
                     assert same_bits(on_cpu.state[param][name], on_device.state[other][name].cpu())
+                if name == "second_momentum_buffer":  # of products
+                    means, others = on_cpu.state[param][name].double(), on_device.state[other][name].double().cpu()
+                    assert (means - others).norm() <= 0.1 * means.norm()
             moves = [(now.cpu().double() - then.cpu().double()) for now, then in zip((param, other), was, strict=True)]
             assert (moves[0] - moves[1]).norm() <= (0.1 if dtype == torch.float32 else 1.0) * moves[0].norm() + 1e-12
 

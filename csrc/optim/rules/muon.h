@@ -25,6 +25,7 @@ struct MuonNumbers {
   T iterations, eps;
   T num_heads;      // equal groups of rows that are orthogonalized one by one
   T polar_express;  // in place of the coefficients
+  T beta2;          // of the mean squares of rows; only of a rule that keeps them
 
   static DT_HOST_DEVICE MuonNumbers make(const Hypers& hyper, double) {
     MuonNumbers rule;
@@ -41,6 +42,7 @@ struct MuonNumbers {
     rule.eps = hyper.eps;
     rule.num_heads = hyper.num_heads;
     rule.polar_express = hyper.polar_express;
+    rule.beta2 = hyper.beta2;
     return rule;
   }
 

@@ -37,7 +37,9 @@ def _check(group: Group) -> None:
             f"ns_coefficients is {coefficients!r}. Coefficients must be a tuple of exactly 3 finite values, or "
             f"{POLAR_EXPRESS!r}"
         )
-    heads = group.get("num_heads", 1)
+    heads, beta2 = group.get("num_heads", 1), group.get("beta2")
+    if beta2 is not None and not (isinstance(beta2, SupportsFloat) and 0 <= float(beta2) < 1):
+        raise ValueError(f"beta2 is {beta2!r}, expected a number from 0 up to 1, or None")
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
         raise ValueError(f"num_heads is {heads!r}, expected an integer of 1 or more")
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
@@ -62,17 +64,26 @@ def _numbers(group: Group) -> Numbers:
         **{"ns_a": a, "ns_b": b, "ns_c": c, "polar_express": is_polar},
         "match_rms_adamw": group["adjust_lr_fn"] == "match_rms_adamw",
         "num_heads": group.get("num_heads", 1),
+        "beta2": group.get("beta2") or 0.0,
     }
+
+
+def _name(group: Group) -> str:
+    if group.get("fallback"):
+        return adam_name(group)
+    return "muon" if group.get("beta2") is None else "normuon"
 
 
 @follows(
     Rule(
-        lambda group: adam_name(group) if group.get("fallback") else "muon",
+        _name,
         _numbers,
         gathers=lambda group: not group.get("fallback"),
-        also=lambda group: set(_FALLBACK) if group.get("fallback") else {"num_heads"},
-        own_entries=("num_heads", "fallback"),
-        is_own=lambda group: "num_heads" in group or group.get("ns_coefficients") == POLAR_EXPRESS,
+        also=lambda group: set(_FALLBACK) if group.get("fallback") else {"num_heads", "beta2"},
+        own_entries=("num_heads", "beta2", "fallback"),
+        is_own=lambda group: (
+            not {"num_heads", "beta2"}.isdisjoint(group) or group.get("ns_coefficients") == POLAR_EXPRESS
+        ),
     )
 )
 class Muon(FusedOptimizer, torch.optim.Muon):
@@ -85,6 +96,10 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     A weight that holds the matrices of several heads, such as a fused query, key and value, goes into a group with
     `num_heads`. Its rows are divided into that many matrices, each orthogonalized on its own.
 
+    A group with `beta2`, such as 0.95, is stepped as NorMuon. Each row of the result is divided by the root of the mean
+    of its squares over steps, and each head keeps its norm. The state `second_momentum_buffer`, [rows, 1], has the
+    means. Ranks that hold rows gather such matrices.
+
     Ranks share the work where they hold rows of a matrix: under fully_shard(), HSDP, and
     DistributedDataParallel(shard=...). Each matrix is orthogonalized on one rank and travels in bfloat16. With
     `process_group`, ranks that hold whole matrices share it as well. On the CPU a step that every rank computes has
@@ -96,7 +111,8 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     because the host does not know of it, and writes nothing.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", as torch implements it.
-    `adjust_lr_fn` follows Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2.
+    `adjust_lr_fn` follows Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2. NorMuon: Li et al. 2025,
+    "NorMuon: Making Muon more efficient and scalable", algorithm 1.
 
     Args:
         weight_decay: Decoupled weight decay.
@@ -114,7 +130,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     Raises:
         ValueError: A hyper-parameter is out of range or a parameter is not a matrix, as under torch. Or `eps` is
             negative, `ns_steps` is not from 0 to 99, or `ns_coefficients` is not one of the above. `num_heads` does not
-            divide the rows, or `process_group` lacks this rank.
+            divide the rows, `beta2` is not from 0 up to 1, or `process_group` lacks this rank.
         TypeError: `fallback` is no dict, or has an option that AdamW lacks. `process_group` is no process group.
         RuntimeError: A step has complex matrices or sparse gradients. Or an exchange with other ranks fails; the
             parameters are then partly updated, and need the values of a checkpoint.

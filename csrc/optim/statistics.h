@@ -23,10 +23,12 @@ struct ChunkStatistics {
 
 DT_BEGIN_ISA
 
-// Returns whether storing values of a step in this format may lose changes. Stochastic rounding loses none on average.
+// Returns whether storing values of a step in this format may lose changes. Stochastic rounding loses none on average,
+// and masters of 32 bits lose none at all.
 DT_HOST_DEVICE bool may_lose(Format format) {
   return format != Format::kFloat32 && format != Format::kFloat64 && format != Format::kBFloat16Stochastic &&
-         format != Format::kFloat16Stochastic;
+         format != Format::kFloat16Stochastic && format != Format::kBFloat16Remainder16 &&
+         format != Format::kFloat16Master;
 }
 
 DT_END_ISA

@@ -63,37 +63,36 @@ void update_tile(const Rule& shared_rule, T factor, T* __restrict param, const T
   if constexpr (kCoded) prepared = {{largest0, largest1, largest2, largest3}};
 }
 
-// Updates a tile to the same bits, and measures it.
+// Updates a tile to the same bits, and measures it by a loop of its own, which reads the cache. Both together would
+// need more registers than there are. `before` receives the parameter's values.
 template <class Rule, bool kCoded, class T>
-void update_and_measure(const Rule& shared_rule, T factor, T* __restrict param, const T* __restrict grad,
-                        T* __restrict state0, T* __restrict state1, T* __restrict state2, T* __restrict state3,
-                        int64_t count, LargestPrepared& prepared, StatisticsSlots<T>& measured) {
-  const Rule rule = shared_rule;
-  StatisticsSlots<T> slots = measured;
-  alignas(64) uint32_t largest[kMaxStates][kStatisticsSlots] = {};
-  const int64_t whole = count - count % kStatisticsSlots;
-  for (int64_t from = 0; from < whole; from += kStatisticsSlots) {
-    for (int slot = 0; slot < kStatisticsSlots; ++slot) {
-      const int64_t i = from + slot;
-      const T before = param[i];
-      update_element<Rule, kCoded>(rule, factor, param, grad, state0, state1, state2, state3, i, largest[0][slot],
-                                   largest[1][slot], largest[2][slot], largest[3][slot]);
-      slots.add(slot, grad[i], before, param[i]);
+void update_and_measure(const Rule& shared_rule, T factor, T* __restrict before, T* __restrict param,
+                        const T* __restrict grad, T* const* state, int64_t count, LargestPrepared& prepared,
+                        Statistics<T>& shared_measured) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  if constexpr (std::is_same_v<Rule, Adam<float>> && !kCoded) {  // One loop for tiles that wait for memory.
+    const Rule rule = shared_rule;
+    Statistics<float> measured = shared_measured;
+    for (; i + measured.kWidth <= count; i += measured.kWidth) {
+      const Lanes gradient = measured.vector_of(grad + i), old = measured.vector_of(param + i);
+      Lanes value = old, of_states[kMaxStates] = {};
+      for (int s = 0; s < Rule::kNumStates; ++s) of_states[s] = measured.vector_of(state[s] + i);
+      rule(value, factor * gradient, of_states);
+      measured.add(gradient, old, value);
+      std::memcpy(before + i, &old, sizeof(old));
+      std::memcpy(param + i, &value, sizeof(value));
+      for (int s = 0; s < Rule::kNumStates; ++s) std::memcpy(state[s] + i, &of_states[s], sizeof(of_states[s]));
     }
+    measured.end_add(grad, i);
+    shared_measured = measured;
+    if (i == count) return;
   }
-  for (int64_t i = whole; i < count; ++i) {  // A function for both loops would hide from the compiler what is apart.
-    const auto slot = static_cast<int>(i - whole);
-    const T before = param[i];
-    update_element<Rule, kCoded>(rule, factor, param, grad, state0, state1, state2, state3, i, largest[0][slot],
-                                 largest[1][slot], largest[2][slot], largest[3][slot]);
-    slots.add(slot, grad[i], before, param[i]);
-  }
-  measured = slots;
-  if constexpr (kCoded) {
-    for (int s = 0; s < kMaxStates; ++s) {
-      prepared.largest[s] = *std::max_element(largest[s], largest[s] + kStatisticsSlots);
-    }
-  }
+#endif
+  std::copy(param + i, param + count, before + i);
+  const auto at = [&](int s) { return s < Rule::kNumStates ? state[s] + i : nullptr; };
+  update_tile<Rule, kCoded>(shared_rule, factor, param + i, grad + i, at(0), at(1), at(2), at(3), count - i, prepared);
+  shared_measured.add(grad + i, before + i, param + i, count - i);
 }
 
 // Writes a tile's gradients after the rule has read them, while they are in the cache. `grad` is load_tile()'s result.
@@ -132,9 +131,10 @@ inline bool is_all_bfloat16(const ParamJob& param, int num_states) {
 // first element that it left out, fewer than kBFloat16Group before `end`.
 template <class Rule, bool kMeasures>
 int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& param, int64_t begin, int64_t end,
-                        StatisticsSlots<float>* measured) {
+                        Statistics<float>& shared_measured) {
   const auto halves = [](const TypedArray& array) { return static_cast<uint16_t*>(array.data); };
   const float factor = static_cast<float>(job.grad_scaling.factor);
+  Statistics<float> measured;
   int64_t i = begin;
   for (; i + kBFloat16Group <= end; i += kBFloat16Group) {
     alignas(64) float values[kBFloat16Group], grad[kBFloat16Group], state[kMaxStates][kBFloat16Group];
@@ -143,22 +143,19 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
     for (int s = 0; s < Rule::kNumStates; ++s) load_bfloat16(halves(param.state[s]) + i, state[s], kBFloat16Group);
     LargestPrepared prepared;
     alignas(64) float before[kBFloat16Group], stored[kBFloat16Group];
-    if constexpr (kMeasures) {
-      std::copy_n(values, kBFloat16Group, before);
-      update_and_measure<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], state[3],
-                                      kBFloat16Group, prepared, *measured);
-    } else {
-      update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], state[3], kBFloat16Group,
-                               prepared);
-    }
+    if constexpr (kMeasures) std::copy_n(values, kBFloat16Group, before);
+    update_tile<Rule, false>(rule, factor, values, grad, state[0], state[1], state[2], state[3], kBFloat16Group,
+                             prepared);
+    if constexpr (kMeasures) measured.add(grad, before, values, kBFloat16Group);
     leave_grad(job.grad_scaling, param.grad, i, kBFloat16Group, grad);
     store_bfloat16(values, halves(param.param) + i, kBFloat16Group);
     if constexpr (kMeasures) {
       load_bfloat16(halves(param.param) + i, stored, kBFloat16Group);
-      compare(before, values, stored, kBFloat16Group, *measured);
+      measured.compare(before, values, stored, kBFloat16Group);
     }
     for (int s = 0; s < Rule::kNumStates; ++s) store_bfloat16(state[s], halves(param.state[s]) + i, kBFloat16Group);
   }
+  if constexpr (kMeasures) shared_measured = measured;
   return i;
 }
 
@@ -166,9 +163,9 @@ int64_t update_bfloat16(const Rule& rule, const StepJob& job, const ParamJob& pa
 // Updates whole blocks of Adam from `begin` on while their states are block codes of finite values. Returns the first
 // element that it left out. Loops are short chains of instructions, of which the processor works on many at once. It
 // overlaps the chain that leads to a scale with the next block, because codes are stored after that.
-template <class Rule>
+template <class Rule, bool kMeasures>
 [[gnu::flatten]] int64_t update_blocks(const Rule& shared_rule, const StepJob& job, const ParamJob& param,
-                                       int64_t begin, int64_t end) {
+                                       int64_t begin, int64_t end, Statistics<float>& shared_measured) {
   const Rule rule = shared_rule;
   const float factor = static_cast<float>(job.grad_scaling.factor);
   const TypedArray &means = param.state[0], &squares = param.state[1];
@@ -178,6 +175,9 @@ template <class Rule>
   const auto* square_scales = static_cast<const float*>(squares.extra);
   alignas(64) float scratch[2][kBlock], late_means[2][kBlock], late_squares[2][kBlock];
   LargestPrepared largest[2];
+  Statistics<float> measured;
+  const bool compares = kMeasures && may_lose(param.param.format);
+  alignas(64) float before[kBlock], stored[kBlock];
   const auto store_codes = [&](int64_t index) {
     const int64_t turn = index / kBlock % 2;
     store_prepared<SignedCode>(means, index, kBlock, late_means[turn], largest[turn].largest[0]);
@@ -202,6 +202,7 @@ template <class Rule>
       Lanes value, gradient;
       std::memcpy(&value, values + k, sizeof(value));
       std::memcpy(&gradient, grad + k, sizeof(gradient));
+      if constexpr (kMeasures) std::memcpy(before + k, &value, sizeof(value));
       rule(value, factor * gradient, state);
       state[1] = square_root(state[1]);
       std::memcpy(values + k, &value, sizeof(value));
@@ -214,10 +215,13 @@ template <class Rule>
       largest_square = std::max(largest_square, magnitude_bits(square[k]));
     }
     largest[i / kBlock % 2] = {{largest_mean, largest_square}};
+    if constexpr (kMeasures) measured.add(grad, before, values, kBlock);
     leave_grad(job.grad_scaling, param.grad, i, kBlock, grad);
     store_tile(param.param, i, kBlock, values, param.key);
+    if (compares) measured.compare(before, values, load_tile(param.param, i, kBlock, stored), kBlock);
     if (i > begin) store_codes(i - kBlock);
   }
+  if constexpr (kMeasures) shared_measured = measured;
   if (i > begin) store_codes(i - kBlock);
   return i;
 }
@@ -233,21 +237,23 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   for (int s = 0; s < Rule::kNumStates; ++s) in_place &= is_native<T>(param.state[s]);
   // Tiles help only where values are converted or visited twice.
   const bool is_whole = in_place && job.grad_scaling.after == GradAfter::kKeep;
-  const int64_t tile = kCoded ? kBlock : is_whole ? end - begin : kTile;
+  const int64_t tile = kCoded ? kBlock : !is_whole ? kTile : kMeasures ? kBlock : end - begin;
   alignas(64) T scratch[2 + kMaxStates][kTile];
   const T factor = T(job.grad_scaling.factor);
-  StatisticsSlots<T> measured;
+  Statistics<T> measured;
   const int64_t chunk = param.first_chunk + begin / formats::kChunk;
   const bool compares = kMeasures && may_lose(param.param.format);
   alignas(64) T before[kTile];
   if constexpr (kHasBFloat16Vectors && std::is_same_v<T, float> && !kCoded) {
     if (is_all_bfloat16(param, Rule::kNumStates)) {
-      begin = update_bfloat16<Rule, kMeasures>(rule, job, param, begin, end, &measured);
+      begin = update_bfloat16<Rule, kMeasures>(rule, job, param, begin, end, measured);
     }
   }
 #if defined(__AVX2__)
-  if constexpr (kCoded && !kMeasures && std::is_same_v<Rule, Adam<float>>) {
-    if (param.state[0].format == Format::kSigned8) begin = update_blocks(rule, job, param, begin, end);
+  if constexpr (kCoded && std::is_same_v<Rule, Adam<float>>) {
+    if (param.state[0].format == Format::kSigned8) {
+      begin = update_blocks<Rule, kMeasures>(rule, job, param, begin, end, measured);
+    }
   }
 #endif
   for (int64_t i = begin; i < end; i += tile) {
@@ -260,9 +266,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
     }
     LargestPrepared prepared;
     if constexpr (kMeasures) {
-      if (compares) std::copy_n(values, count, before);
-      update_and_measure<Rule, kCoded>(rule, factor, values, grad, state[0], state[1], state[2], state[3], count,
-                                       prepared, measured);
+      update_and_measure<Rule, kCoded>(rule, factor, before, values, grad, state, count, prepared, measured);
     } else {
       update_tile<Rule, kCoded>(rule, factor, values, grad, state[0], state[1], state[2], state[3], count, prepared);
     }
@@ -270,7 +274,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
     store_tile(param.param, i, count, values, param.key);
     if (compares) {
       alignas(64) T stored[kTile];
-      compare(before, values, load_tile(param.param, i, count, stored), count, measured);
+      measured.compare(before, values, load_tile(param.param, i, count, stored), count);
     }
     for (int s = 0; s < Rule::kNumStates; ++s) {
       if constexpr (kCoded) {
@@ -282,7 +286,7 @@ void update_range(const StepJob& job, const ParamJob& param, int64_t begin, int6
   }
   // Muon's first pass reads the gradient, and its second one steps the parameter.
   if constexpr (kMeasures) {
-    write(measured, job.statistics[chunk], job.kind != RuleKind::kMuonStep, job.kind != RuleKind::kMuonMomentum);
+    measured.write(job.statistics[chunk], job.kind != RuleKind::kMuonStep, job.kind != RuleKind::kMuonMomentum);
   }
 }
 

@@ -64,12 +64,7 @@ def expected(optimizer: FusedOptimizer, param: Tensor, exact: Tensor, before: Te
     )
 
 
-@cases
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_figures_are_those_computed_in_python(case: str, dtype: torch.dtype) -> None:
-    ours, _, options = CASES[case]
-    params = make_params(dtype, SHAPES)
-    optimizer = ours(params, **options)
+def check_figures(params: list[Tensor], optimizer: FusedOptimizer) -> None:
     set_grads(params)
     optimizer.step()  # a twin of the first step would not round the states that it begins with
     statistics = optimizer.statistics(every=1)
@@ -88,6 +83,22 @@ def test_figures_are_those_computed_in_python(case: str, dtype: torch.dtype) -> 
             torch.testing.assert_close(
                 figures(found), expected(optimizer, param, of_param, was, param.grad), rtol=1e-6, atol=1e-30
             )
+
+
+@cases
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_figures_are_those_computed_in_python(case: str, dtype: torch.dtype) -> None:
+    ours, _, options = CASES[case]
+    params = make_params(dtype, SHAPES)
+    check_figures(params, ours(params, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:])
+@pytest.mark.parametrize("state_bits", [4, 8, "fp8", 16])
+def test_figures_of_formats_of_states(isa: str, state_bits: Any, dtype: torch.dtype) -> None:
+    """Blocks of codes have a loop of their own, and so do their rests."""
+    params = make_params(dtype, SHAPES)
+    check_figures(params, optim.AdamW(params, state_bits=state_bits, min_8bit_size=1))
 
 
 @pytest.mark.parametrize(("case", "precision"), each_rule(("plain", *PRECISIONS)))
@@ -213,17 +224,23 @@ def test_a_skipped_step_measures_nothing(scaler: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("make", [optim.SGD, optim.AdamW])
+@pytest.mark.parametrize("state_bits", [None, 8])
+def test_gradients_that_are_not_finite_are_counted(isa: str, dtype: torch.dtype, make: Make, state_bits: Any) -> None:
+    """Finite neighbors count, in whole vectors and in the rest of a tile, and so do those in other tiles."""
+    options = {} if state_bits is None or dtype == torch.float64 else {"state_bits": state_bits}
     param = torch.ones(5000, dtype=dtype).requires_grad_()
-    param.grad = torch.full_like(param, -2.0)
-    param.grad[[0, 700, 4999]] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
-    optimizer = optim.SGD([param], lr=0.1)
-    statistics = optimizer.statistics()
-    optimizer.step()
-    assert statistics.latest is not None
-    found = statistics.latest.of()
-    assert (found.num_not_finite, found.largest_grad, math.isfinite(found.grad_norm)) == (3, 2.0, False)
-    assert "not finite" in statistics.latest.advice()[0]
+    for largest in (0, 699, 2000, 4998):
+        param.grad = torch.full_like(param, -2.0)
+        param.grad[largest] = 3.0
+        param.grad[[2, 700, 4999]] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
+        optimizer = make([param], lr=0.1, **options)
+        statistics = optimizer.statistics()
+        optimizer.step()
+        assert statistics.latest is not None
+        found = statistics.latest.of()
+        assert (found.num_not_finite, found.largest_grad, math.isfinite(found.grad_norm)) == (3, 3.0, False)
+        assert "not finite" in statistics.latest.advice()[0]
 
 
 class Layers(nn.Module):

@@ -91,31 +91,41 @@ def _memory(engine: str) -> dict[str, float]:
     for _ in range(4):
         step()
     at_rest = _resident_bytes()
-    peak = _peak_bytes(step)
-    dist.barrier()  # while both ranks live: a rank that ends moves its share of common pages to the other
+    growth = _growth(step)
+    peak = max(at_rest, _resident_bytes()) + growth
     return {"at_rest": at_rest, "peak": peak, "gradients": sum(sizes), "largest": max(sizes)}
 
 
-def _resident_bytes() -> int:
+def _resident_bytes() -> float:
+    """Returns the mean over ranks, which does not depend on who has touched a common page first."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return _current_bytes()
+    dist.barrier()
+    found = torch.tensor(float(_current_bytes("Pss_Anon:", "Pss_Shmem:")), dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found) / dist.get_world_size()
 
 
-def _current_bytes() -> int:
-    """Returns this process's memory. A page shared by n processes counts as 1/n (Linux's PSS)."""
+def _current_bytes(*kinds: str) -> int:
+    """Returns this process's memory of these kinds. A page shared by n processes counts as 1/n (Linux's PSS).
+
+    Pages of files, such as libraries, are left out, because other programs may share them.
+    """
     rollup = Path("/proc/self/smaps_rollup").read_text()
-    return next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
+    return sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith(kinds))
 
 
-def _peak_bytes(call: Callable[[], None]) -> int:
-    """Returns the peak memory while `call` runs, sampled every millisecond because not every kernel can reset VmHWM."""
-    samples = [_current_bytes()]
+def _growth(call: Callable[[], None]) -> int:
+    """Returns the bytes by which private memory grows at most while `call` runs.
+
+    It is sampled every millisecond because not every kernel can reset VmHWM.
+    """
+    samples = [_current_bytes("Pss_Anon:")]
     done = threading.Event()
 
     def sample() -> None:
         while not done.wait(0.001):
-            samples.append(_current_bytes())
+            samples.append(_current_bytes("Pss_Anon:"))
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -124,7 +134,7 @@ def _peak_bytes(call: Callable[[], None]) -> int:
     finally:
         done.set()
         thread.join()
-    return max(samples)
+    return max(samples) - samples[0]
 
 
 def _memory_rows(memory: dict[str, dict[str, float]]) -> list[Row]:

@@ -19,14 +19,11 @@ from shared_builds import built_once
 
 # These files take longest and run first, longest first, so that all test processes (see Makefile) end together.
 LONGEST = (
-    *("test_nccl", "test_torch_ddp", "test_compiled", "test_notebooks", "test_gpu_check", "test_strangers_scripts"),
-    *("test_frameworks", "test_late_device", "test_watch", "test_hang_kinds"),
-    *("test_resumed_trainers", "test_lightning_callbacks", "test_rank0_saves", "test_elastic", "test_shard_scatter"),
-    *("test_shard", "test_sharded", "test_resume", "test_crashes", "test_faults", "test_loader", "test_preemption"),
-    *("test_script", "test_docs", "test_dtensor", "test_doctor_faults", "test_shm", "test_cli", "test_build"),
-    *("test_precision", "test_every_class", "test_changed_data", "test_kernel_gates", "test_planned_memory"),
-    *("test_example_gpt", "test_tags", "test_shard_scripts", "test_store", "test_tiers", "test_accelerate"),
-    *("test_collectives", "test_swap", "test_stock_loop", "test_optim_db", "test_shm_hosts", "test_survivors"),
+    *("test_nccl", "test_faults", "test_elastic", "test_torch_ddp", "test_logical_ranks", "test_crashes"),
+    *("test_notebooks", "test_gpu_check", "test_tasks", "test_tags", "test_strangers_scripts", "test_compiled"),
+    *("test_compute_check", "test_trial", "test_watch", "test_hang_kinds", "test_explain", "test_late_device"),
+    *("test_example_scripts", "test_doctor_faults", "test_build", "test_resume", "test_lightning_callbacks"),
+    *("test_sharded", "test_shard", "test_cli", "test_resumed_trainers", "test_docs", "test_rank0_saves"),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import importlib.util
 import re
 import sys
 from collections import Counter
@@ -132,6 +133,7 @@ class Measured:
 
 FORMAT = r"L(?:NS_7formats6FormatE|S\d*_)\d+E"
 NAME = re.compile(rf"11step_kernelINS0_\d+(\w+?)E((?:{FORMAT})+)")
+NAMES = "|".join([NAME.pattern, *(limits.pattern for limits in sum_kernel_gates.LIMITS)])  # of kernels with limits
 
 
 def kernel_of(mangled: str) -> Kernel | None:
@@ -278,11 +280,8 @@ def report(all_measured: list[Measured]) -> int:
 
 
 def built_module() -> Path:
-    import drivetrain._C
-
-    file = drivetrain._C.__file__
-    assert file is not None
-    return Path(file)
+    """Returns the path of drivetrain's module, without an import, which needs torch's libraries."""
+    return Path(importlib.util.find_spec("drivetrain._C").origin)  # type: ignore[union-attr,arg-type]
 
 
 def main() -> int:
@@ -291,7 +290,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         file = arguments.file or built_module()
-        codes = codes_of_file(file)
+        codes = codes_of_file(file, NAMES)
         return max(report(check(codes, file)), sum_kernel_gates.report(sum_kernel_gates.check(codes)))
     except GateError as error:
         print(f"check-kernels: {error}", file=sys.stderr)

@@ -9,6 +9,7 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -80,8 +81,8 @@ def tool(name: str) -> str:
     return found
 
 
-def output_of(*command: str) -> str:
-    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+def output_of(*command: str, folder: str | None = None) -> str:
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     if run.returncode != 0:
         raise GateError(f"{' '.join(command)} ended with {run.returncode}: {run.stderr.strip()}")
     return run.stdout
@@ -107,14 +108,17 @@ def codes_in(usage: str, disassembly: str) -> list[Code]:
     return list(codes.values())
 
 
-def codes_of_file(file: Path) -> list[Code]:
-    """Returns all kernels of a module or an object file."""
-    cuobjdump = tool("cuobjdump")
+def codes_of_file(file: Path, names: str) -> list[Code]:
+    """Returns the kernels of a module or an object file, from each source that has one whose name matches `names`."""
+    cuobjdump, codes = tool("cuobjdump"), []
     tool("nvdisasm")  # which it calls
-    options = ("-arch", ARCHITECTURE)
-    return codes_in(
-        output_of(cuobjdump, *options, "-res-usage", str(file)), output_of(cuobjdump, *options, "-sass", str(file))
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        output_of(cuobjdump, "-arch", ARCHITECTURE, "-xelf", "all", str(file.resolve()), folder=folder)
+        for cubin in map(str, Path(folder).iterdir()):
+            usage = output_of(cuobjdump, "-res-usage", cubin)
+            if re.search(names, usage):
+                codes += codes_in(usage, output_of(cuobjdump, "-sass", cubin))
+    return codes
 
 
 def registers_of(operand: str, size: int) -> set[int]:

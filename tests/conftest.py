@@ -116,7 +116,7 @@ def _build_late_device(folder: Path) -> None:
     together = folder / "late_device.cpp"  # one compilation, because torch's headers take most of its time
     together.write_text("".join(f'#include "{source}"\n' for source in sorted(sources.glob("*.cpp"))))
     include = [site / "include", site / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", "-fPIC", "-shared", together]
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", "-shared", together]
     command += [*(f"-I{path}" for path in include), "-o", folder / "late_device.so"]
     command += [f"-L{site / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
     built = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

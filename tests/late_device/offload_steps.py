@@ -620,7 +620,7 @@ def period(flops: float, mode: str) -> float:
     _C.optim_step, _C.chunk_sums = timed_step, timed_sums
     late.set_model(ratio / LINK, ratio * TOKENS / REAL_TOKENS / flops)
     ends = []
-    for _ in range(4):
+    for _ in range(3):
         x = torch.randint(0, 8 * WIDTH, (REAL_TOKENS,)).to("late")
         model(x).float().square().mean().backward()
         if mode != "passes":

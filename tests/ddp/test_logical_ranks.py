@@ -213,9 +213,10 @@ def check_order(carrier: str) -> None:
     comm = transport.make_comm(carrier, dist.group.WORLD, torch.empty(0, device=DEVICE).device, logical_ranks=PARTS)
     assert comm.name.split()[0] == carrier
     size = dist.get_world_size()
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        for numel in (1, 3, 17, 1027, 300_001):
-            tensors = [spread(rank, numel, dtype) for rank in range(size)]
+    for numel in (1, 3, 17, 1027, 300_001):
+        drawn = [spread(rank, numel, torch.float64) for rank in range(size)]
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            tensors = [values.to(dtype) for values in drawn]
             want = in_tree(tensors)
             if numel > 1000 and size > 2:
                 assert not torch.equal(want, sum(tensors[1:], tensors[0]))

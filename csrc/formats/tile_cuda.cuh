@@ -244,22 +244,20 @@ __device__ void store_param(const TypedArray& array, uint64_t key, int64_t base,
   store_plain(array, base, end, values);
 }
 
-template <class T>
+// Loads a tile of a state. Its rule decides whether its codes are of squares or signed.
+template <bool kIsSquared, class T>
 __device__ void load_state(const TypedArray& array, int64_t base, int64_t end, T (&values)[kElementsPerThread]) {
   if constexpr (sizeof(T) == sizeof(float)) {
     switch (array.format) {
       case Format::kSigned8:
-        return load_blocks<SignedCode>(array, base, end, values);
       case Format::kSquared8:
-        return load_blocks<SquaredCode>(array, base, end, values);
+        return load_blocks<std::conditional_t<kIsSquared, SquaredCode, SignedCode>>(array, base, end, values);
       case Format::kSignedFloat8:
-        return load_blocks<SignedFloat8>(array, base, end, values);
       case Format::kSquaredFloat8:
-        return load_blocks<SquaredFloat8>(array, base, end, values);
+        return load_blocks<std::conditional_t<kIsSquared, SquaredFloat8, SignedFloat8>>(array, base, end, values);
       case Format::kSigned4:
-        return load_blocks<Signed4>(array, base, end, values);
       case Format::kSquared4:
-        return load_blocks<Squared4>(array, base, end, values);
+        return load_blocks<std::conditional_t<kIsSquared, Squared4, Signed4>>(array, base, end, values);
       default:
         break;
     }
@@ -268,22 +266,19 @@ __device__ void load_state(const TypedArray& array, int64_t base, int64_t end, T
 }
 
 // Stores a tile of a state. All threads of the block call it for the same array.
-template <class T>
+template <bool kIsSquared, class T>
 __device__ void store_state(const TypedArray& array, int64_t base, int64_t end, const T (&values)[kElementsPerThread]) {
   if constexpr (sizeof(T) == sizeof(float)) {
     switch (array.format) {
       case Format::kSigned8:
-        return store_blocks<SignedCode>(array, base, end, values);
       case Format::kSquared8:
-        return store_blocks<SquaredCode>(array, base, end, values);
+        return store_blocks<std::conditional_t<kIsSquared, SquaredCode, SignedCode>>(array, base, end, values);
       case Format::kSignedFloat8:
-        return store_blocks<SignedFloat8>(array, base, end, values);
       case Format::kSquaredFloat8:
-        return store_blocks<SquaredFloat8>(array, base, end, values);
+        return store_blocks<std::conditional_t<kIsSquared, SquaredFloat8, SignedFloat8>>(array, base, end, values);
       case Format::kSigned4:
-        return store_blocks<Signed4>(array, base, end, values);
       case Format::kSquared4:
-        return store_blocks<Squared4>(array, base, end, values);
+        return store_blocks<std::conditional_t<kIsSquared, Squared4, Signed4>>(array, base, end, values);
       default:
         break;
     }

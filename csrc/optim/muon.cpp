@@ -27,7 +27,7 @@ constexpr int64_t kRoundElements = 1 << 23;
 // Elements of all ranks in a round, which each rank holds in bfloat16.
 constexpr int64_t kAllElements = 1 << 25;
 constexpr int64_t kElementBytes = 2;  // of bfloat16
-constexpr int kRowMeans = 1;          // the place of that state, in a rule that has it
+constexpr int kPlaceOfRowMeans = 1;   // among the states of a rule that has it
 
 // Returns the key of matrices that may share an iteration: their shape in memory, and the iteration's arguments.
 auto key_of(const ParamJob& param, const MuonArgs& args) {
@@ -123,7 +123,7 @@ void normalize_rows(const ParamJob& step, const MuonArgs& args, c10::Device devi
   const at::Tensor result = step.is_transposed ? tensor_of(step.grad, {step.columns, step.rows}, device).t()
                                                : tensor_of(step.grad, {step.rows, step.columns}, device);
   const at::Tensor values = result.to(at::kFloat), squares = values.square().mean(1);
-  const at::Tensor kept = tensor_of(step.state[kRowMeans], {step.rows}, device);
+  const at::Tensor kept = tensor_of(step.state[kPlaceOfRowMeans], {step.rows}, device);
   at::Tensor means = kept.to(at::kFloat).lerp(squares, 1 - args.beta2);
   if (scaling != nullptr) {  // The host does not know whether the step is skipped.
     auto* const skips = const_cast<bool*>(&scaling->skips);
@@ -266,7 +266,7 @@ MuonPlan plan_muon(const ParamJob* params, const std::vector<MuonArgs>& args, Mu
     ParamJob& whole = wholes[i];
     if (ranks.hold_rows()) {
       DT_INVARIANT(!whole.is_transposed && whole.rows == rows_of_rank(ranks.whole_rows[i], ranks.rank, ranks.size));
-      DT_INVARIANT(whole.state[kRowMeans].data == nullptr);  // They need the norm of all rows.
+      DT_INVARIANT(whole.state[kPlaceOfRowMeans].data == nullptr);  // They need the norm of all rows.
       whole.rows = ranks.whole_rows[i];
       whole.numel = whole.rows * whole.columns;
     }
@@ -276,6 +276,8 @@ MuonPlan plan_muon(const ParamJob* params, const std::vector<MuonArgs>& args, Mu
                            whole.columns, " columns: expected a divisor of the rows."));
     }
     const auto iteration = args[i].iteration();
+    const double beta2 = whole.state[kPlaceOfRowMeans].data != nullptr ? args[i].beta2 : -1;
+    totals.hash = mix(totals.hash, hash_bytes(&beta2, sizeof(beta2)));
     totals.hash = mix(mix(totals.hash, whole.rows), whole.columns << 1 | whole.is_transposed);
     totals.hash = mix(totals.hash, hash_bytes(iteration.data(), sizeof(iteration)));
     totals.elements += whole.numel;
@@ -367,7 +369,7 @@ void run_muon(MuonPlan& plan, const StepJob& job, const ParamJob* momenta, const
     if (const auto& arriving = from_home[r % num_buffers]) exchanging(kPartlyDone, [&] { arriving->wait(); });
     const MuonRound& round = plan.rounds[r];
     for (int32_t i = round.first; i < round.first + round.number; ++i) {
-      if (plan.steps[i].state[kRowMeans].data == nullptr) continue;
+      if (plan.steps[i].state[kPlaceOfRowMeans].data == nullptr) continue;
       normalize_rows(plan.steps[i], plan.args[i], ranks.device, job.grad_scaling_on_device);
     }
     StepJob pass = pass_of(round, RuleKind::kMuonStep, steps);

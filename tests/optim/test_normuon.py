@@ -112,7 +112,7 @@ def test_gradients_of_zeros_leave_finite_values() -> None:
 
 
 @pytest.mark.parametrize("precision", [{"state_bits": 8, "min_8bit_size": 0}, {"state_bits": 16}, {"master_bits": 24}])
-def test_states_go_through_files_and_back_to_muon(precision: dict[str, Any]) -> None:
+def test_a_loaded_state_takes_equal_steps(precision: dict[str, Any]) -> None:
     dtype = torch.bfloat16 if "master_bits" in precision else torch.float32
     params = make_params(dtype, [(30, 40), (64, 64), (3, 3)])
     others = copies(params)
@@ -128,12 +128,23 @@ def test_states_go_through_files_and_back_to_muon(precision: dict[str, Any]) -> 
         loaded.step()
     for param, other in zip(params, others, strict=True):
         assert torch.equal(param, other)
-        kept = "bfloat16" if precision.get("state_bits") == 16 else "float32"
-        name = "float32" if "state_bits" in precision else str(dtype)[6:]
-        assert str(ours.state[param]["second_momentum_buffer"].dtype) in (f"torch.{kept}", f"torch.{name}")
-    ours.param_groups[0]["beta2"] = None
-    set_grads(params)
-    ours.step()
+        wanted = {8: torch.float32, 16: torch.bfloat16}.get(precision.get("state_bits", 0), dtype)
+        assert ours.state[param]["second_momentum_buffer"].dtype == wanted
+
+
+def test_beta2_comes_and_goes() -> None:
+    """A group steps as Muon without it, and begins its means again with zeros."""
+    params = make_params(shapes=[(30, 40)])
+    others = copies(params)
+    ours, theirs = optim.Muon(params), optim.Muon(others)
+    for beta2 in (None, 0.9, None):
+        for param, other in zip(params, others, strict=True):
+            other.detach().copy_(param.detach())
+        ours.param_groups[0]["beta2"] = beta2
+        set_grads(params, others)
+        ours.step()
+        theirs.step()
+        assert torch.equal(params[0], others[0]) == (beta2 is None)
 
 
 @pytest.mark.parametrize("beta2", [1.0, -0.1, math.nan, "x"])
@@ -173,6 +184,32 @@ def test_ranks_that_hold_rows_gather_matrices() -> None:
     train(alone, theirs)
     for one, other in zip(shared, alone, strict=True):
         assert torch.equal(whole(one), other)
+
+
+@run_on(2)
+def test_beta2_comes_and_goes_where_ranks_hold_rows() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    shared: list[Any] = [nn.Parameter(distribute_tensor(values((64, 48), 0), mesh, [Shard(0)]))]
+    alone = parameters([(64, 48)])
+    ours, theirs = optim.Muon(shared), optim.Muon(alone)
+    for beta2 in (None, 0.9, None, 0.5):
+        ours.param_groups[0]["beta2"] = theirs.param_groups[0]["beta2"] = beta2
+        train(shared, ours, steps=2)
+        train(alone, theirs, steps=2)
+        assert torch.equal(whole(shared[0]), alone[0])
+
+
+@run_on(2)
+def test_ranks_that_share_matrices_have_one_beta2() -> None:
+    for of_rank_1 in (None, 0.5):
+        params = parameters([(8, 6)])
+        before = params[0].detach().clone()
+        params[0].grad = torch.ones(8, 6)
+        optimizer = optim.Muon(params, process_group=dist.group.WORLD)
+        optimizer.param_groups[0]["beta2"] = of_rank_1 if dist.get_rank() == 1 else 0.9
+        with pytest.raises(ValueError, match=r"or shapes, layouts or options differ\. Nothing has changed"):
+            optimizer.step()
+        assert torch.equal(params[0], before)
 
 
 @run_on(2)

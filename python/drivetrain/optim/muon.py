@@ -98,7 +98,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
 
     A group with `beta2`, such as 0.95, is stepped as NorMuon. Each row of the result is divided by the root of the mean
     of its squares over steps, and each head keeps its norm. The state `second_momentum_buffer`, [rows, 1], has the
-    means. Ranks that hold rows gather such matrices.
+    means. Ranks that hold rows gather such matrices, each rank steps them, and they take no storage formats.
 
     Ranks share the work where they hold rows of a matrix: under fully_shard(), HSDP, and
     DistributedDataParallel(shard=...). Each matrix is orthogonalized on one rank and travels in bfloat16. With

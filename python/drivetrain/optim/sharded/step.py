@@ -47,6 +47,7 @@ class _LocalPart:
     param: "DTensor"
     local: Tensor
     plain: Tensor
+    rule: str
     ranks: dist.ProcessGroup | None  # that hold the rows of Muon's matrix
 
 
@@ -143,7 +144,7 @@ class Shards:
         """Returns the part of the step before if it is still valid, else a new one."""
         local, before = local_part(param), self._parts.get(id(param))
         if before is not None and before.param is param:
-            if before.local is local:
+            if before.local is local and before.rule == self._rule.name_of(group):
                 return before
             if before.local.dtype != local.dtype and state.get(param):
                 raise TypeError(
@@ -152,7 +153,8 @@ class Shards:
                 )
         if (reason := why_not(param, group, self._rule)) is not None:
             raise NotImplementedError(f"{label()} {reason}.")
-        return _LocalPart(param, local, local.detach(), group_of_rows(param, group, self._rule))
+        ranks = group_of_rows(param, group, self._rule)
+        return _LocalPart(param, local, local.detach(), self._rule.name_of(group), ranks)
 
 
 def sums_of_whole_squares(rule: Rule, groups: list[Group], known: Mapping[Tensor, Tensor] | None = None) -> Tensor:

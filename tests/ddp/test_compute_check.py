@@ -6,7 +6,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -221,6 +221,72 @@ def test_of_two_ranks_the_unsteady_one_is_wrong() -> None:
         with pytest.raises(ComputeError, match="a repetition there gives others") as caught:
             train(net, 8, before)
         assert caught.value.ranks == (culprit,)
+
+
+@run_on(4)
+def test_ranks_of_a_group_have_their_numbers_in_the_job() -> None:
+    group = dist.new_group([0, 2, 3], timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    if dist.get_rank() == 1:
+        return
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    model = DistributedDataParallel(net, process_group=group)
+    check_compute(model, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 6)).sum().backward()
+    if dist.get_rank() == 2:
+        flip(net.weight.data)
+    with pytest.raises(ComputeError, match=r"beginning with 'weight': rank 2 \(") as caught:
+        optimizer.step()
+    assert caught.value.ranks == (2,)
+
+
+@run_on(2)
+def test_a_rank_that_is_unsteady_from_the_start_is_named_in_the_warning() -> None:
+    torch.manual_seed(0)
+    net, calls = Net(), []
+    if dist.get_rank() == 1:
+        net.fault = lambda hidden: calls.append(1) or hidden * (1.0 + 1e-6 * len(calls))  # type: ignore[func-returns-value]
+    with warnings_said() as said:
+        check, _ = train(net, 3)
+    assert check.checks == 0
+    assert len(said) == (dist.get_rank() == 0)
+    assert all(
+        re.search(r"This is so on rank 1 \(.*\) only, whose processor may compute wrongly", text) for text in said
+    )
+
+
+@pytest.mark.parametrize("way", ["accumulate", "no_sync", "backward passes"])
+@run_on(3)
+def test_the_last_of_several_backward_passes_is_repeated(way: str) -> None:
+    """Each reduces its gradients: under shard="gradients", and in a plain loop that accumulates without no_sync()."""
+    for has_fault in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        model = DistributedDataParallel(net, **({} if way == "backward passes" else {"shard": "gradients"}))
+        optimizer = optim.AdamW(model.parameters(), lr=0.01)
+        with warnings_said() as said:
+            check = check_compute(model, every=2)
+            for step in range(6):
+                if has_fault and step == 3 and dist.get_rank() == 1:
+                    activation(net)
+                with pytest.raises(ComputeError) if has_fault and step == 4 else nullcontext() as caught:
+                    if way == "backward passes":
+                        step_of(model, NoStep(), "kept gradients", int)
+                    step_of(model, optimizer, "kept gradients" if way == "backward passes" else way, int)
+                if caught is not None:
+                    assert (caught.value.ranks, caught.value.step) == ((1,), 4), caught.value
+                    break
+        assert all("Sums of the all-reduce are not compared" in text for text in said), said
+        assert check.checks == 3
+
+
+class NoStep:
+    def zero_grad(self) -> None:
+        pass
+
+    def step(self) -> None:
+        pass
 
 
 @run_on(2)

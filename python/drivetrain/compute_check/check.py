@@ -36,7 +36,8 @@ class ComputeError(RuntimeError):
     """A rank computes something else than the others from the same values.
 
     Attributes:
-        ranks: The ranks that may be at fault: one if a third rank, a repetition or the transport has decided.
+        ranks: The ranks of the job that may be at fault. It is one if a third rank, a repetition or the transport has
+            decided.
         step: Optimizer steps before it.
         parameter: The first parameter, or state of one, that differs.
     """
@@ -61,13 +62,13 @@ def check_compute(model: DistributedDataParallel, every: int = 100, on_error: st
     as under a communication hook that rounds.
 
     All ranks must call this, after they have wrapped the model and before its first step. Call it for torch's wrapper
-    or drivetrain's. The check takes place when an optimizer of the model begins its step. It takes the time of one
-    to one and a half steps in each `every` steps. A rank that always computes wrongly is found at the next check.
-    Wrong gradients that occur only between two checks are not found.
+    or drivetrain's. The check takes place when an optimizer of the model begins its step. It takes the time of about
+    one step in each `every` steps. A rank that always computes wrongly is found at the next check. Wrong gradients
+    that occur only between two checks are not found.
 
     At the first check every rank repeats its own pass. If the bits differ there, the model has operations without a
-    fixed order, and a warning says that it cannot be checked. So it does if ranks have processors or GPUs of different
-    kinds, and if steps make several forward passes through the wrapper.
+    fixed order, and a warning says that it cannot be checked. If they differ on some ranks only, it names these. So it
+    does if ranks have processors or GPUs of different kinds, and if a backward pass follows several forward passes.
 
     Args:
         model: The wrapped model, whose parameters are equal on all ranks.
@@ -120,6 +121,7 @@ class ComputeCheck:
         self._ids = {id(param) for _, param in self._params}
         self._group = checking_group(model.process_group)  # NCCL's would need device memory for what is sent
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._numbers = dist.get_process_group_ranks(self._group)  # in the job
         self._step = self._num_forwards = self._missed = self.checks = 0
         self._due = 0  # the step of the next check
         self._has_equal_states: bool | None = None  # None until there are states
@@ -169,6 +171,8 @@ class ComputeCheck:
         is_trained = torch.is_grad_enabled() and model.training and model.require_backward_grad_sync
         if not is_trained or self._stepping is not None:  # a closure's passes come after the check
             return
+        if self._pass is not None and self._pass.output_grads:  # Its backward has run, and this one's comes alone.
+            self._num_forwards = 0
         self._forget()
         self._num_forwards += 1
         self._is_wanted = self._step >= self._due and self._num_forwards == 1
@@ -269,7 +273,11 @@ class ComputeCheck:
                     "a repetition of a pass gives other bits: operations have no fixed order, or the loss has terms "
                     "outside of the model's results"
                 )
-            if reason := next((reason for reason in gather_objects(why_not, self._group) if reason), None):
+            reasons = gather_objects(why_not, self._group)
+            if reason := next((reason for reason in reasons if reason), None):
+                ranks = [rank for rank, one in enumerate(reasons) if one]
+                if len(ranks) < self._size:
+                    reason += f". This is so on {self._described(ranks)} only, whose processor may compute wrongly"
                 return self._give_up(reason)
         if self._why_no_sums:
             self._warn(f"{self._why_no_sums}. Sums of the all-reduce are not compared.")
@@ -317,7 +325,7 @@ class ComputeCheck:
                 ranks, what = sums.culprits(piece, self._group)
             who = self._described(ranks) if len(ranks) < self._size else f"one of the {self._size} ranks"
             sums.forget()
-            error = ComputeError(
+            error = self._error(
                 f"the all-reduce of step {step} gives something else than the sums of the ranks' gradients, in "
                 f"elements {begin} to {end - 1} of {parameter!r}: {who} {what}",
                 ranks,
@@ -371,7 +379,7 @@ class ComputeCheck:
         hashes = gather_objects(own, self._group)
         usual_hashes = hashes[checksums.index(usual)]
         name = next(str(_first_difference(usual_hashes, one)) for one in hashes if one != usual_hashes)
-        raise ComputeError(
+        raise self._error(
             f"ranks have different values before step {step}, beginning with {name!r}: {self._described(ranks)}. An "
             "optimizer step, a reduction or memory went wrong there since the last check",
             ranks,
@@ -409,7 +417,7 @@ class ComputeCheck:
         gives = "the same"
         if told[ranks[0]][1] != first[ranks[0]]:
             gives = "others"
-        error = ComputeError(
+        error = self._error(
             f"gradients of one pass differ between ranks in step {step}, beginning with {parameter!r}: "
             f"{self._described(ranks)} {'computes' if len(ranks) == 1 else 'compute'} other bits, and a repetition "
             f"there gives {gives}",
@@ -418,6 +426,9 @@ class ComputeCheck:
             parameter,
         )
         self._raise_or_skip(error)
+
+    def _error(self, text: str, ranks: Sequence[int], step: int, parameter: str) -> ComputeError:
+        return ComputeError(text, [self._numbers[rank] for rank in ranks], step, parameter)
 
     def _raise_or_skip(self, error: ComputeError) -> None:
         if not self._skips:
@@ -430,7 +441,7 @@ class ComputeCheck:
 
     def _described(self, ranks: Sequence[int]) -> str:
         places = gather_objects(f"{socket.gethostname()}, {self._params[0][1].device}", self._group)
-        return " or ".join(f"rank {rank} ({places[rank]})" for rank in ranks)
+        return " or ".join(f"rank {self._numbers[rank]} ({places[rank]})" for rank in ranks)
 
     def _from_neighbor(self, seen: RecordedStep) -> tuple[RecordedStep | None, str | None]:
         """Sends a pass to the next rank, and returns the one of the rank before; or None, and why there is none."""
@@ -442,7 +453,7 @@ class ComputeCheck:
         told = gather_objects((file.tell(), why_not), self._group)
         if why_not := next((reason for _, reason in told if reason), None):
             return None, why_not
-        before, after = (dist.get_global_rank(self._group, (self._rank + way) % self._size) for way in (-1, 1))
+        before, after = (self._numbers[(self._rank + way) % self._size] for way in (-1, 1))
         memory = bytearray(told[self._rank - 1][0])
         sending = dist.isend(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), after, self._group)
         dist.recv(torch.frombuffer(memory, dtype=torch.uint8), before, self._group)

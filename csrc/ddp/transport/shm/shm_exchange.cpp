@@ -66,8 +66,8 @@ struct alignas(64) RankLine {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<RankState>::is_always_lock_free);
 
-// Packs the properties that must be equal on all ranks into one word. The scale needs only one bit: it is 1, 1 / size,
-// or comes from weights.
+// Packs the properties that must be equal on all ranks into one word. The scale needs two bits: it is 1, 1 / size, or
+// comes from weights.
 uint64_t kind_of(const ShmExchange::Operation& operation) {
   return static_cast<uint64_t>(operation.numel) << 8 | uint64_t{operation.weight.has_value()} << 6 |
          static_cast<uint64_t>(operation.exchange) << 4 | static_cast<uint64_t>(operation.type) << 1 |
@@ -106,10 +106,10 @@ RankLine& line_of(SharedState& block, int rank);
 // Zeroed bytes are a valid shared state, as operations are numbered from 1.
 //
 // Orders, for any C++ memory; tests/native/memory_order.cpp runs this file on a model of it. A rank's release of
-// `published` makes its values, kind and claims visible to those who acquire it before they take a chunk. Additions to
-// `done` acquire and release, so that the load which sees the last one sees the sums of all chunks. `shared` does the
-// same for sums over hosts. Changes of `event` and `sleepers` are sequentially consistent: of a rank that announces and
-// one that goes to sleep, at least one sees the other.
+// `published` makes its values, kind, weight and claims visible to those who acquire it before they take a chunk.
+// Additions to `done` acquire and release, so that the load which sees the last one sees the sums of all chunks.
+// `shared` does the same for sums over hosts. Changes of `event` and `sleepers` are sequentially consistent: of a rank
+// that announces and one that goes to sleep, at least one sees the other.
 struct SharedState {
   alignas(64) std::atomic<uint32_t> event;     // changes with everything that a rank may wait for
   alignas(64) std::atomic<uint32_t> sleepers;  // ranks that sleep on `event`; too many after one died asleep, which
@@ -157,6 +157,7 @@ void ShmExchange::check_usable() const {
 uint64_t ShmExchange::start(Operation operation) {
   check_usable();
   DT_INVARIANT(static_cast<int>(operation.values.size()) == options_.size);
+  DT_INVARIANT(!operation.weight || !options_.several_hosts);  // It would divide by the weights of one host.
   const uint64_t number = started_ + 1;
   // Frees its slot.
   if (number > kSlots) wait(number - kSlots);

@@ -120,7 +120,7 @@ void StepReader::read_other(const Entry& entry) {
   check_memory(entry, param, "it");
   check_memory(entry, grad, "its gradient");
   if (!meets(rule.needs, *param.unsafeGetTensorImpl())) {
-    std::string optimizer = rule.name;
+    std::string optimizer = rule.kind == RuleKind::kMuonMomentum ? "Muon" : rule.name;
     optimizer[0] = static_cast<char>(std::toupper(optimizer[0]));
     throw EnvironmentError(text(label(entry), " is ", param.scalar_type(), " of shape ", param.sizes(), ": ", optimizer,
                                 param.is_complex() ? " does not support complex parameters"

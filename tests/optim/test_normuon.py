@@ -153,6 +153,13 @@ def test_a_beta2_out_of_range_raises(beta2: Any) -> None:
         optim.Muon([{"params": [torch.ones(2, 2).requires_grad_()], "beta2": beta2}])
 
 
+def test_complex_matrices_are_refused() -> None:
+    param = torch.ones(2, 2, dtype=torch.complex64, requires_grad=True)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match="Muon does not support complex parameters"):
+        optim.Muon([{"params": [param], "beta2": 0.9}]).step()
+
+
 # ---- Ranks.
 
 

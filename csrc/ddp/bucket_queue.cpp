@@ -133,7 +133,7 @@ void BucketQueue::reduce(size_t index) {
 }
 
 bool BucketQueue::is_skipped(size_t bucket) const {
-  if (!parts_.skips_unused) return false;
+  if (!parts_.skips_unused || scaling_.takes_all) return false;
   for (size_t param : parts_.buffer.buckets()[bucket].params) {
     if (!parts_.gradients[param].without_grad) return false;
   }

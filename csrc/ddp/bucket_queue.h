@@ -30,6 +30,7 @@ struct Scaling {
   double before = 1;             // factor for dense gradients on the way into the buffer
   double before_sparse = 1;      // factor for sparse gradients
   bool as_sum = true;            // the transport leaves the sum of dense gradients, else their mean
+  bool takes_all = false;        // also buckets without used parameters, as a rank of weight 0 uses none
   std::optional<double> weight;  // of this rank, where the transport may divide their sum by the sum of weights
   Purpose purpose = Purpose::kBucket;
 };

@@ -283,6 +283,7 @@ Scaling ReducerState::choose_scaling() const {
     // Transports always sum sparse gradients.
     scaling.before_sparse = 1.0 / static_cast<double>(divisor > 0 ? divisor : size);
   } else {
+    scaling.takes_all = true;
     scaling.weight = weights_.of_rank();
   }
   if (queue_.has_hook()) scaling.before = scaling.before_sparse = 1;  // a hook gets sums, and divides

@@ -380,6 +380,19 @@ def test_means_through_shared_memory_have_the_bits_of_divided_sums(shard: str | 
             assert torch.equal(one, other), dtype
 
 
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+@run_on(2)
+def test_a_rank_of_weight_0_reduces_what_others_use(transport: str) -> None:
+    """Its buckets have no used parameters, which skip_all_reduce_unused_params leaves out of other steps."""
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "transport": transport}
+    model = DDP(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), **SMALL_BUCKETS, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with drivetrain.accumulate(model, optimizer, steps=1) as window:
+        for _ in range(2 - dist.get_rank()):  # in its second window the other rank has no micro-batch
+            window.backward(model(torch.ones(4, 3)).sum(), weight=4.0)
+    assert_equal_on_ranks(list(model.parameters()))
+
+
 class Summed(nn.Module):
     def __init__(self, body: nn.ParameterList) -> None:
         super().__init__()

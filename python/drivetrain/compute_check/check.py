@@ -62,8 +62,8 @@ def check_compute(model: DistributedDataParallel, every: int = 100, on_error: st
     as under a communication hook that rounds.
 
     All ranks must call this, after they have wrapped the model and before its first step. Call it for torch's wrapper
-    or drivetrain's. The check takes place when an optimizer of the model begins its step. It takes the time of about
-    one step in each `every` steps. A rank that always computes wrongly is found at the next check. Wrong gradients
+    or drivetrain's. The check takes place when an optimizer of the model begins its step. It takes the time of one
+    to two steps in each `every` steps. A rank that always computes wrongly is found at the next check. Wrong gradients
     that occur only between two checks are not found.
 
     At the first check every rank repeats its own pass. If the bits differ there, the model has operations without a

@@ -115,10 +115,11 @@ def test_unscaling_clipping_and_zeroing(zero: bool) -> None:
     assert_same(*states, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("beta2", [None, 0.9])
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
-def test_an_overflow_changes_nothing(scaler_class: type) -> None:
+def test_an_overflow_changes_nothing(scaler_class: type, beta2: float | None) -> None:
     params = make_params(shapes=[(30, 40), (40, 30)])
-    optimizer, scaler = optim.Muon(params), scaler_class("cpu", init_scale=4.0)
+    optimizer, scaler = optim.Muon([{"params": params, "beta2": beta2}]), scaler_class("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))
     for bad in (False, True, False):
         set_grads(params)

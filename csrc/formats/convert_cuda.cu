@@ -1,4 +1,5 @@
 // Converts values between storage formats on CUDA; see convert.h. Includes no torch header.
+#include "base/block_cuda.cuh"
 #include "base/launch_cuda.h"
 #include "formats/convert.h"
 #include "formats/float8.h"
@@ -7,8 +8,6 @@
 namespace drivetrain::formats {
 namespace {
 
-constexpr int kConvertThreads = 256;
-constexpr int kWarp = 32;
 constexpr int kPerLane = kBlock / kWarp;  // A warp converts a block of 8-bit codes, or two of 4-bit codes.
 
 // Calls visit(k, i) for this lane's elements of the warp's block; neighboring lanes have neighboring elements.
@@ -93,7 +92,6 @@ __device__ void store_as(const TypedArray& array, int64_t begin, int64_t end, co
 // Stores a warp's values, a block or two. All lanes of the warp call it.
 template <class Kind>
 __device__ void store_block(const TypedArray& array, int64_t begin, int64_t end, const float (&values)[kPerLane]) {
-  constexpr unsigned kAll = 0xffffffffu;
   constexpr int kPerScale = Kind::kPerScale / kWarp;  // of a lane's values
 #pragma unroll
   for (int first = 0; first < kPerLane; first += kPerScale) {
@@ -108,8 +106,8 @@ __device__ void store_block(const TypedArray& array, int64_t begin, int64_t end,
       largest = magnitude > largest ? magnitude : largest;
       largest_finite = finite > largest_finite ? finite : largest_finite;
     }
-    const bool is_special = __reduce_max_sync(kAll, largest) >= kInfinity;
-    const float of_finite = Kind::scale_of(__reduce_max_sync(kAll, largest_finite));
+    const bool is_special = __reduce_max_sync(kAllLanes, largest) >= kInfinity;
+    const float of_finite = Kind::scale_of(__reduce_max_sync(kAllLanes, largest_finite));
     const float scale = is_special ? with_special(scale_with_room<Kind>(of_finite)) : of_finite;
     const float factor = Kind::factor_of(fabsf(scale));
 #pragma unroll
@@ -184,12 +182,12 @@ __device__ int32_t conversion_of(const Conversion* conversions, int32_t count, i
 }
 
 // Converts one chunk per block of threads; each warp takes one block of values with a scale at a time.
-__global__ void __launch_bounds__(kConvertThreads) convert(const Conversion* conversions, int32_t count) {
+__global__ void __launch_bounds__(kThreads) convert(const Conversion* conversions, int32_t count) {
   const int64_t chunk = blockIdx.x;
   const Conversion job = conversions[conversion_of(conversions, count, chunk)];
   const int64_t first = (chunk - job.first_chunk) * kConversionChunk;
   const int64_t last = job.numel < first + kConversionChunk ? job.numel : first + kConversionChunk;
-  for (int64_t begin = first + threadIdx.x / kWarp * kBlock; begin < last; begin += kConvertThreads / kWarp * kBlock) {
+  for (int64_t begin = first + threadIdx.x / kWarp * kBlock; begin < last; begin += kThreads / kWarp * kBlock) {
     const int64_t end = last < begin + kBlock ? last : begin + kBlock;
     float values[kPerLane] = {};
     if (job.from.data != nullptr) {
@@ -209,8 +207,8 @@ __global__ void __launch_bounds__(kConvertThreads) convert(const Conversion* con
 
 void convert_cuda(const Conversion* conversions, int32_t count, int64_t num_chunks, void* stream) {
   if (num_chunks == 0) return;
-  launch_cuda("launching the conversion of the optimizer's states", convert, num_chunks, kConvertThreads, stream,
-              conversions, count);
+  launch_cuda("launching the conversion of the optimizer's states", convert, num_chunks, kThreads, stream, conversions,
+              count);
 }
 
 }  // namespace drivetrain::formats

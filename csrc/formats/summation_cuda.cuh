@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "base/block_cuda.cuh"
 #include "formats/storage.h"
 #include "formats/summation.h"
 
@@ -18,19 +19,17 @@ __device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x % k
 
 // Sums over the threads of a warp, which must all call it. The first thread gets the result.
 __device__ inline double sum_of_lanes(double sum) {
-  constexpr unsigned kAll = 0xffffffffu;
 #pragma unroll
-  for (int width = kLanes / 2; width > 0; width /= 2) sum += __shfl_down_sync(kAll, sum, width);
+  for (int width = kLanes / 2; width > 0; width /= 2) sum += __shfl_down_sync(kAllLanes, sum, width);
   return sum;
 }
 
 // Sums a chunk's slots; this thread has the slots lane * kQuad + k. The first thread gets the result.
 __device__ __forceinline__ double sum_of_slots(double (&slots)[kQuad]) {
-  constexpr unsigned kAll = 0xffffffffu;
 #pragma unroll
   for (int width = kLanes / 2; width > 0; width /= 2) {
 #pragma unroll
-    for (int k = 0; k < kQuad; ++k) slots[k] += __shfl_down_sync(kAll, slots[k], width);
+    for (int k = 0; k < kQuad; ++k) slots[k] += __shfl_down_sync(kAllLanes, slots[k], width);
   }
 #pragma unroll
   for (int half = kQuad / 2; half > 0; half /= 2) {
@@ -122,12 +121,11 @@ __device__ double sum_in_groups(int64_t count, ValueOf value_of) {
 // for 1,000 jobs.
 template <class Job>
 __device__ int32_t last_from_in_warp(const Job* jobs, int32_t num_jobs, int64_t Job::* begin, int64_t position) {
-  constexpr unsigned kAll = 0xffffffffu;
   int32_t low = 0, count = num_jobs;
   while (count > 1) {
     const int32_t step = (count + kLanes - 1) / kLanes, offset = lane_of_thread() * step;
     const bool is_before = offset < count && jobs[low + offset].*begin <= position;
-    const int32_t before = __popc(__ballot_sync(kAll, is_before)), skipped = before > 0 ? (before - 1) * step : 0;
+    const int32_t before = __popc(__ballot_sync(kAllLanes, is_before)), skipped = before > 0 ? (before - 1) * step : 0;
     low += skipped;
     count = count - skipped < step ? count - skipped : step;
   }

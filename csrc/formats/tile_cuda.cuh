@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
+#include "base/block_cuda.cuh"
 #include "formats/float8.h"
 #include "formats/storage.h"
 
 namespace drivetrain::formats {
 
-constexpr int kThreads = 256;
 constexpr int kElementsPerThread = 4;  // loads per thread before the first value is used
 constexpr int kTileCuda = kThreads * kElementsPerThread;
 
@@ -66,9 +66,8 @@ static_assert(kThreads == kBlock);
 // Returns the maximum over the kGroup neighboring threads that this one belongs to. All threads of the block call it.
 template <int kGroup>
 __device__ uint32_t largest_of_threads(uint32_t value) {
-  constexpr unsigned kAll = 0xffffffffu;
   __shared__ uint32_t of_warps[kThreads / 32];
-  value = __reduce_max_sync(kAll, value);
+  value = __reduce_max_sync(kAllLanes, value);
   __syncthreads();  // All threads have read the previous call's result.
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   __syncthreads();
@@ -97,7 +96,7 @@ __device__ __forceinline__ void store_code(const TypedArray& array, int64_t i, i
   if constexpr (Kind::kPerByte == 1) {
     if (i < end) static_cast<typename Kind::Code*>(array.data)[i] = code;
   } else {
-    const auto next = __shfl_down_sync(0xffffffffu, static_cast<uint32_t>(code), 1);
+    const auto next = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(code), 1);
     if (i >= end || i % 2 != 0) return;
     static_cast<uint8_t*>(array.data)[i / 2] = packed(static_cast<uint32_t>(code), i + 1 < end ? next : 0);
   }

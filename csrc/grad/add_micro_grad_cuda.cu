@@ -3,6 +3,7 @@
 // The memory traffic per element of a 16-bit micro-batch gradient is 2 + 4 + 4 bytes into float32. It is 2 + 3 + 3
 // bytes into bfloat16 with a byte of remainder. A thread takes 16 elements, in units of neighbors whose widest array
 // makes 16 bytes. It issues the loads of all units at once: 96 bytes into float32, 80 into bfloat16 with a byte.
+#include "base/block_cuda.cuh"
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
 #include "formats/decode_cuda.cuh"
@@ -13,7 +14,6 @@ namespace {
 
 using formats::Format;
 
-constexpr int kThreads = 256;
 constexpr int kElements = 16;  // elements per thread
 constexpr int kTile = kThreads * kElements;
 

@@ -4,6 +4,7 @@
 // Three passes move 24 bytes per element in float32. factor_sums reads 4, the norms' pass reads 8 (gradient and
 // parameter), and the step reads 8 and writes 4. Sums and factors take about 8 bytes per row and column of a unit, 1 %
 // of that.
+#include "base/block_cuda.cuh"
 #include "base/launch_cuda.h"
 #include "optim/adafactor_pass.h"
 #include "optim/cuda_step.h"
@@ -14,15 +15,12 @@ namespace {
 
 using formats::kLanes;
 
-constexpr int kThreads = 256;
 static_assert(kThreads == kStrips * kLanes && kThreads == kUnitColumns && kThreads == kMeanSlots &&
               kStripRows <= kLanes);
 static_assert(kUnitColumns == kRow && kBlockRows % kThreads == 0);
 
 // Rows whose squares a warp sums together.
 constexpr int kRowsSummed = 4;
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Makes one step of a sum over a warp's threads. A thread passes half of its values to the thread whose lane differs in
 // `bit`: `upper` where its own lane lacks the bit, else `lower`.

@@ -2,6 +2,7 @@
 //
 // Moves 4 bytes per element in float32, 2 in 16 bits, and 8 per chunk. Each element takes one conversion to double and
 // one fused multiply-add (summation_cuda.cuh).
+#include "base/block_cuda.cuh"
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
 #include "formats/decode_cuda.cuh"
@@ -11,8 +12,6 @@
 namespace drivetrain::optim {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kLanes;
 constexpr int kBytesAtOnce = 64;  // outstanding loads of a thread
 
 // Sums a chunk of elements of kBytes bytes. value_of(words, k) returns element k of the words of a quad.

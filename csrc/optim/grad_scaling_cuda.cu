@@ -9,12 +9,12 @@
 namespace drivetrain::optim {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kScalingThreads = 1024;
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kScalingThreads)
     compute_grad_scaling(GradScalingOptions asked, GradScalingScalars scalars, const double* chunk_sums,
                          int64_t num_chunks, GradScaling* grad_scaling) {
-  const double sum = formats::sum_in_groups<kThreads>(num_chunks, [=](int64_t i) { return chunk_sums[i]; });
+  const double sum = formats::sum_in_groups<kScalingThreads>(num_chunks, [=](int64_t i) { return chunk_sums[i]; });
   if (threadIdx.x != 0) return;
   if (scalars.grad_scale != nullptr) asked.grad_scale = *scalars.grad_scale;
   if (scalars.found_inf != nullptr) asked.found_inf = *scalars.found_inf;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void compute_grad_scaling_cuda(const GradScalingOptions& asked, const GradScalingScalars& scalars,
                                const double* chunk_sums, int64_t num_chunks, GradScaling* grad_scaling, void* stream) {
-  launch_cuda("launching the scaling of gradients", compute_grad_scaling, 1, kThreads, stream, asked, scalars,
+  launch_cuda("launching the scaling of gradients", compute_grad_scaling, 1, kScalingThreads, stream, asked, scalars,
               chunk_sums, num_chunks, grad_scaling);
 }
 

@@ -36,11 +36,10 @@ struct ThreadStatistics {
 
 template <class T>
 __device__ ChunkStatistics joined(const ThreadStatistics<T>& of) {
-  constexpr unsigned kAll = 0xffffffffu;
   double largest = of.largest;
 #pragma unroll
   for (int width = kLanes / 2; width > 0; width /= 2) {
-    const double other = __shfl_down_sync(kAll, largest, width);
+    const double other = __shfl_down_sync(kAllLanes, largest, width);
     largest = other > largest ? other : largest;
   }
   // Counts are exact in double.
@@ -52,7 +51,6 @@ __device__ ChunkStatistics joined(const ThreadStatistics<T>& of) {
 // Writes the sums over all threads of the block, which must all call it.
 template <class T>
 __device__ void write(const ThreadStatistics<T>& of, ChunkStatistics& to) {
-  constexpr int kWarps = kThreads / kLanes;
   __shared__ ChunkStatistics warps[kWarps];
   const ChunkStatistics of_warp = joined(of);
   if (lane_of_thread() == 0) warps[threadIdx.x / kLanes] = of_warp;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/block_cuda.cuh"
 #include "base/wide_cuda.cuh"
 #include "formats/decode_cuda.cuh"
 #include "formats/ranged_float.cuh"
@@ -17,9 +18,6 @@ struct StepKernelJob {
   const StepRecord* records;
   const StepBlock* blocks;
 };
-
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Returns the thread's index in its team of `team` threads, a power of two.
 __device__ __forceinline__ unsigned lane_of(unsigned team) { return threadIdx.x & (team - 1); }

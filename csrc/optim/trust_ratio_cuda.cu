@@ -3,6 +3,7 @@
 // The sums' pass reads the step's inputs and writes 16 bytes per chunk of 4,096 elements. For LAMB in float32 it moves
 // 16 bytes per element and the step 28; for Adafactor 8 and 12, as in adafactor_cuda.cu. A warp takes a chunk row by
 // row and issues a row's loads at once: 128 bytes per thread of LAMB in float32.
+#include "base/block_cuda.cuh"
 #include "base/launch_cuda.h"
 #include "formats/summation_cuda.cuh"
 #include "optim/cuda_step.h"
@@ -13,9 +14,6 @@ namespace {
 
 using formats::kChunk;
 using formats::kLanes;
-
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kLanes;
 
 template <template <class> class RuleOf, class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == sizeof(float) ? 2 : 1)

@@ -4,6 +4,7 @@
 // bfloat16 to 8-bit codes. A scale takes 4 bytes per 256 elements. To hide latency, a thread has several loads in
 // flight: 64 bytes for bools, and kRowsAtOnce rows of 256 elements (8 per thread) for conversions. A warp owns the
 // blocks of 8-bit codes that it writes.
+#include "base/block_cuda.cuh"
 #include "base/check.h"
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
@@ -18,9 +19,6 @@ using formats::kQuad;
 using formats::kQuads;
 using formats::kRow;
 using formats::TypedArray;
-
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / formats::kLanes;
 
 // The bools that a thread loads or stores with one instruction. Their bits fill two bytes.
 constexpr int kBools = kWideBytes;
@@ -217,7 +215,7 @@ struct Row<Format::kSigned8> {
         largest = own > largest ? own : largest;
       }
     }
-    return __reduce_max_sync(0xffffffffu, largest);
+    return __reduce_max_sync(kAllLanes, largest);
   }
 
   template <class Encode>

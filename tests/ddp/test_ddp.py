@@ -1,6 +1,7 @@
 """Compares DistributedDataParallel with torch's class on two real ranks, and checks its errors."""
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -35,7 +36,7 @@ from ddp_cases import (
 )
 from drivetrain import DistributedDataParallel as DDP
 from drivetrain.ddp import distributed
-from ranks import run_on
+from ranks import GROUP_TIMEOUT_S, run_on
 
 
 def train(options: dict[str, Any], set_to_none: bool) -> int:
@@ -453,6 +454,29 @@ def test_a_graph_may_outlive_the_wrapper() -> None:
     del ours
     loss.backward()
     assert net.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+@run_on(2)
+def test_a_wrapper_that_goes_waits_for_no_other_rank(transport: str) -> None:
+    """Its group may have an all-reduce in progress that the other rank never starts. torch's class does not wait."""
+    model = DDP(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), transport=transport, **SMALL_BUCKETS)
+    model.module[0].weight.register_hook(fail)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        with pytest.raises(ArithmeticError, match="planted"):
+            model(torch.ones(5, 6)).sum().backward()
+        dist.destroy_process_group()
+        begin = time.monotonic()
+        del model
+        gc.collect()
+        assert time.monotonic() - begin < GROUP_TIMEOUT_S / 2
+        store.set("done", "")
+    store.get("done")
+
+
+def fail(grad: Tensor) -> None:
+    raise ArithmeticError("planted")
 
 
 FAULTS = """

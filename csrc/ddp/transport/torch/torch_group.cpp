@@ -12,6 +12,7 @@
 #include <iterator>
 #include <mutex>
 #include <new>
+#include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -28,26 +29,32 @@ namespace {
 constexpr std::chrono::microseconds kLongestRelease(2000);
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // Keeps works that a thread of gloo has not released yet. gloo's thread releases a work shortly after it reports the
 // end, or later on busy cores. As the last owner it would ask for the GIL to free the work's tensors. While Python
 // shuts down that aborts the process ("terminate called without an active exception").
+//
+// A group that ends waits for its works, up to its timeout, and another rank may never start its part. So a group with
+// such a work is kept as well, until the process ends.
 class UnreleasedWorks {
  public:
   // Frees what gloo has released since the last call.
-  void keep(WorkPtr work) {
+  void keep(WorkPtr work, GroupPtr group) {
     std::vector<WorkPtr> released;  // freed after the mutex, as that may run Python's destructors
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto is_used = [](const WorkPtr& kept) { return kept.use_count() > 1; };
     const auto first = std::partition(works_.begin(), works_.end(), is_used);
     released.assign(std::make_move_iterator(first), std::make_move_iterator(works_.end()));
     works_.erase(first, works_.end());
+    if (!work->isCompleted() && group) groups_.insert(std::move(group));
     works_.push_back(std::move(work));
   }
 
  private:
   std::mutex mutex_;
   std::vector<WorkPtr> works_;
+  std::set<GroupPtr> groups_;
 };
 
 // Outlives the process's static objects, because works must not be freed at its end.
@@ -91,7 +98,7 @@ bool TorchReduce::wait_for(std::chrono::milliseconds limit) {
 TorchReduce::~TorchReduce() {
   if (!is_gloo_ || work_.use_count() <= 1) return;
   try {
-    unreleased_works().keep(work_);
+    unreleased_works().keep(work_, gloo_.lock());
   } catch (const std::bad_alloc&) {
     work_.release();  // its memory is lost; to free it here could abort the process
   }
@@ -171,7 +178,7 @@ std::unique_ptr<PendingReduce> TorchComm::start_sum(const at::Tensor& flat) {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::SUM;
   if (is_foreign()) return std::make_unique<FutureReduce>(group_->allreduce(tensors, options), flat);
-  return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), backend_ == "gloo");
+  return std::make_unique<TorchReduce>(group_->allreduce(tensors, options), gloo());
 }
 
 std::unique_ptr<PendingReduce> TorchComm::start_scatter(const at::Tensor& flat,
@@ -206,7 +213,7 @@ std::unique_ptr<PendingReduce> TorchComm::start_calls(const at::Tensor& flat, co
     group_->endCoalescing(device);  // else the group would take the next collectives
     throw;
   }
-  return std::make_unique<TorchReduce>(group_->endCoalescing(device), /*is_gloo=*/false);
+  return std::make_unique<TorchReduce>(group_->endCoalescing(device), /*gloo=*/nullptr);
 }
 
 void TorchComm::start_call(const at::Tensor& flat, const RangeCall& call, bool gathers) {
@@ -244,14 +251,14 @@ std::unique_ptr<TorchReduce> TorchComm::start_all_to_all(at::Tensor received, at
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // not every supported torch has its new name
   auto work = group_->alltoall_base(received, sent, received_counts, sent_counts);
 #pragma GCC diagnostic pop
-  return std::make_unique<TorchReduce>(std::move(work), backend_ == "gloo");
+  return std::make_unique<TorchReduce>(std::move(work), gloo());
 }
 
 std::unique_ptr<TorchReduce> TorchComm::start_all_gather(const at::Tensor& whole, const at::Tensor& own) {
   at::Tensor to = whole.view({-1}).view(at::kByte), from = own.view({-1}).view(at::kByte);
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // not every supported torch has its new name
-  return std::make_unique<TorchReduce>(group_->_allgather_base(to, from), backend_ == "gloo");
+  return std::make_unique<TorchReduce>(group_->_allgather_base(to, from), gloo());
 #pragma GCC diagnostic pop
 }
 
@@ -262,16 +269,6 @@ class TorchExchange final : public HostExchange {
   explicit TorchExchange(const std::string& group_name)
       : comm_(std::make_unique<TorchComm>(c10d::resolve_process_group(group_name), "gloo", Ranks())) {}
 
-  // A group that ends waits for what it has in progress, and the other hosts need not take part in another round. Their
-  // connections then last until the process ends.
-  ~TorchExchange() override {
-    static std::mutex mutex;
-    static auto& kept = *new std::vector<std::unique_ptr<TorchComm>>;  // outlives the process's static objects
-    if (!last_ || last_->wait_for(std::chrono::milliseconds(0))) return;
-    const std::lock_guard<std::mutex> lock(mutex);
-    kept.push_back(std::move(comm_));
-  }
-
   // Sends each host the message by itself: all arrive after one way over the network, whatever the number of hosts.
   std::shared_ptr<Round> start(const HostMessage& mine) override {
     const at::Tensor sent = at::zeros({comm_->size(), kBytes}, at::kByte);
@@ -280,8 +277,7 @@ class TorchExchange final : public HostExchange {
     }
     const at::Tensor received = at::zeros_like(sent);
     const std::vector<int64_t> rows(comm_->size(), 1);
-    last_ = std::make_shared<TorchRound>(comm_->start_all_to_all(received, sent, rows, rows), received);
-    return last_;
+    return std::make_shared<TorchRound>(comm_->start_all_to_all(received, sent, rows, rows), received);
   }
 
  private:
@@ -311,7 +307,6 @@ class TorchExchange final : public HostExchange {
   };
 
   std::unique_ptr<TorchComm> comm_;
-  std::shared_ptr<TorchRound> last_;
 };
 
 }  // namespace

@@ -22,7 +22,9 @@ bool wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit);
 
 class TorchReduce final : public PendingReduce {
  public:
-  TorchReduce(c10::intrusive_ptr<c10d::Work> work, bool is_gloo) : work_(std::move(work)), is_gloo_(is_gloo) {}
+  // gloo: the group that does the work, if its backend is gloo; else null.
+  TorchReduce(c10::intrusive_ptr<c10d::Work> work, const c10::intrusive_ptr<c10d::ProcessGroup>& gloo)
+      : work_(std::move(work)), is_gloo_(gloo.defined()), gloo_(gloo) {}
   ~TorchReduce() override;
   TorchReduce(const TorchReduce&) = delete;
   TorchReduce& operator=(const TorchReduce&) = delete;
@@ -35,7 +37,8 @@ class TorchReduce final : public PendingReduce {
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
-  bool is_gloo_;
+  const bool is_gloo_;
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> gloo_;  // TorchComm owns it
 };
 
 class TorchComm final : public Comm {
@@ -67,6 +70,8 @@ class TorchComm final : public Comm {
  private:
   std::unique_ptr<PendingReduce> start_calls(const at::Tensor& flat, const std::vector<RangeCall>& calls, bool gathers);
   void start_call(const at::Tensor& flat, const RangeCall& call, bool gathers);
+
+  c10::intrusive_ptr<c10d::ProcessGroup> gloo() const { return backend_ == "gloo" ? group_ : nullptr; }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::string backend_;

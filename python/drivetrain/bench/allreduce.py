@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ddp import transport
 from ..memory import bytes_of
-from .ranks import BACKENDS, on_ranks
+from .ranks import BACKENDS, device_of, on_ranks
 
 GROUP = "group"  # the process group itself: gloo on the CPU, NCCL on GPUs
 CHOICES = (GROUP, *(choice for choice in transport.CHOICES if choice != "auto"))
@@ -157,7 +157,7 @@ def measured(sizes_: Sequence[int], device_type: str, only: str | None) -> tuple
     Returns:
         The results, and how many ranks on how many hosts took part.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    device = device_of(device_type)
     names: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     shape = f"{len(names)} ranks on {len(set(names))} host{'s' if len(set(names)) > 1 else ''}"
@@ -215,18 +215,15 @@ def _seconds(call: Callable[[], None], device: torch.device) -> float:
     """Returns the mean seconds of a call, over as many calls on every rank, and over the ranks."""
     for _ in range(_WARM_UPS - 1):
         call()
-    once = torch.tensor([_timed(call, 1, device)], dtype=torch.float64)
-    _on_host(once, dist.ReduceOp.MAX, device)
-    calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(_TIMED_S / max(once.item(), 1e-9))))
-    mean = torch.tensor([_timed(call, calls, device)], dtype=torch.float64)
-    _on_host(mean, dist.ReduceOp.SUM, device)
-    return float(mean.item()) / dist.get_world_size() / calls
+    once = _over_ranks(_timed(call, 1, device), dist.ReduceOp.MAX, device)
+    calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(_TIMED_S / max(once, 1e-9))))
+    return _over_ranks(_timed(call, calls, device), dist.ReduceOp.SUM, device) / dist.get_world_size() / calls
 
 
-def _on_host(value: Tensor, op: Any, device: torch.device) -> None:
-    moved = value.to(device)
-    dist.all_reduce(moved, op)
-    value.copy_(moved)
+def _over_ranks(value: float, op: Any, device: torch.device) -> float:
+    of_all = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(of_all, op)
+    return of_all.item()
 
 
 def _timed(call: Callable[[], None], calls: int, device: torch.device) -> float:
@@ -243,12 +240,6 @@ def _num_wrong(result: Result) -> int:
     return sum(line.out_of_place.num_wrong + line.in_place.num_wrong for line in result.lines)
 
 
-def _sides(result: Result) -> Iterator[SideResult]:
-    for line in result.lines:
-        yield line.out_of_place
-        yield line.in_place
-
-
 def _print(result: Result, shape: str) -> None:
     print(f"# drivetrain bench allreduce: {shape}, transport {result.transport}")
     if result.why_not:
@@ -257,7 +248,7 @@ def _print(result: Result, shape: str) -> None:
     print(f"#\n{HEADER}")
     for line in result.lines:
         print(line)
-    busbw = [side.busbw for side in _sides(result)]
+    busbw = [side.busbw for line in result.lines for side in (line.out_of_place, line.in_place)]
     wrong = _num_wrong(result)
     print(f"# Out of bounds values : {wrong} {'OK' if wrong == 0 else 'FAILED'}")
     print(f"# Avg bus bandwidth    : {sum(busbw) / len(busbw):.5g}\n", flush=True)

@@ -2,8 +2,9 @@
 transport against the process group."""
 
 import functools
+import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from rich.progress import track
 
 from .. import _C
 from ..ddp import transport
-from .measure import Row, Timer, median_interval
-from .ranks import BACKENDS, RANKS, meet, on_ranks
+from .measure import Row, interleaved, ratio_row
+from .ranks import BACKENDS, RANKS, device_of, meet, on_ranks, slowest
 
 # name, number of fp32 elements, and the targeted speedup
 CASES = (
@@ -24,6 +25,8 @@ CASES = (
 )
 WIRE_NUMEL = 25 << 18
 GPU_CASES = (("1 KiB", 256), ("1 MiB", 256 << 10), ("25 MiB", 25 << 18), ("256 MiB", 64 << 20))
+BOUND_NUMEL, BOUND_CALLS = 256, 1000  # of 1 KiB, without a pause
+BOUND_TARGET_US = 1.8
 
 # fp32 values [n], a function that reduces them in place, and the expected sum
 _Call = tuple[torch.Tensor, Callable[[], Any], torch.Tensor]
@@ -33,108 +36,11 @@ def run(rounds: int) -> list[Row]:
     """Returns rows of times and bandwidths per size. Raises RuntimeError if a timed all-reduce gives a wrong sum."""
     rows = []
     for what, numel, target in track(CASES, description="all-reduce", transient=True):
-        rows += _rows(what, numel, target, on_ranks(functools.partial(_measure, numel, rounds)))
-    return rows + _wire_rows(on_ranks(functools.partial(_measure_wire, rounds)))
-
-
-def _measure(numel: int, rounds: int) -> list[list[float]]:
-    """Returns the seconds of gloo and of shared memory, per round."""
-    comm = _comm("shm")
-    if comm.name != "shm":
-        raise RuntimeError(f"transport is {comm.name!r}, expected 'shm': memory cannot be shared here ({comm.why_not})")
-    inputs, expected = _own_input(numel)
-    theirs, ours = torch.zeros(numel), comm.allocate(4 * numel).view(torch.float32)
-    return _timed(
-        {
-            "gloo": (theirs, lambda: dist.all_reduce(theirs), expected),
-            "drivetrain": (ours, lambda: comm.all_reduce(ours, mean=False), expected),
-        },
-        inputs,
-        rounds,
-    )
-
-
-def _measure_wire(rounds: int) -> list[list[float]]:
-    """Returns the seconds of gloo, of torch's bfloat16 hook over gloo, and of our bfloat16 wire, per round."""
-    comm = _comm("torch", torch.bfloat16)
-    inputs = _inputs(WIRE_NUMEL)
-    rounded = torch.stack([values.bfloat16() for values in inputs]).sum(0).float()
-    exact, theirs, ours = (torch.zeros(WIRE_NUMEL) for _ in range(3))
-
-    def hook() -> None:
-        compressed = theirs.bfloat16()
-        dist.all_reduce(compressed)
-        theirs.copy_(compressed)
-
-    return _timed(
-        {
-            "gloo": (exact, lambda: dist.all_reduce(exact), torch.stack(inputs).sum(0)),
-            "gloo in bfloat16": (theirs, hook, rounded),
-            "drivetrain": (ours, lambda: comm.all_reduce(ours, mean=False), rounded),
-        },
-        inputs,
-        rounds,
-    )
-
-
-def _comm(choice: str, wire_dtype: torch.dtype | None = None) -> _C.Comm:
-    assert dist.group.WORLD is not None
-    return transport.make_comm(choice, dist.group.WORLD, torch.device("cpu"), wire_dtype)
-
-
-def _inputs(numel: int, num_ranks: int = RANKS) -> list[torch.Tensor]:
-    """Returns every rank's values. They are integers, so their sum is exact in any order."""
-    return [torch.arange(numel).mul_(r + 1).remainder_(1000).float() for r in range(num_ranks)]
-
-
-def _own_input(numel: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Returns a list with this rank's values at its place, and the sum of all ranks' values."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    inputs = [torch.empty(0)] * size
-    expected = torch.zeros(numel)
-    for r in range(size):
-        values = torch.arange(numel).mul_(r + 1).remainder_(1000).float()
-        expected += values
-        if r == rank:
-            inputs[r] = values
-    return inputs, expected
-
-
-def _timed(
-    calls: dict[str, _Call], inputs: list[torch.Tensor], rounds: int, device: torch.device | None = None
-) -> list[list[float]]:
-    """Times each call per round, from a common start to the end of the slowest rank."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + 5):
-        for name in calls if i % 2 else reversed(calls):
-            values, call, expected = calls[name]
-            values.copy_(inputs[dist.get_rank()])
-            if values.is_cuda:
-                torch.cuda.synchronize()
-            meet()
-            timer = Timer(device)
-            with timer:
-                call()
-            meet()  # else a rank's check takes the core of a rank that is still measured
-            slowest = torch.tensor(timer.seconds(), dtype=torch.float64)
-            if not torch.equal(values, expected):
-                raise RuntimeError(f"round {i}: the sum of {values.numel()} elements by {name} is wrong")
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            times[name].append(slowest.item())
-    return [values[5:] for values in times.values()]
-
-
-def _wire_rows(times: list[list[float]]) -> list[Row]:
-    exact_s, theirs_s, ours_s = times
-    median_us = [statistics.median(values) * 1e6 for values in times]
-    against = [
-        median_interval([b / a for a, b in zip(torch_s, ours_s, strict=True)]) for torch_s in (exact_s, theirs_s)
-    ]
+        rows += _rows(what, numel, target, on_ranks(functools.partial(_measure, "cpu", numel, rounds)))
+    gloo_s, hook_s, ours_s = on_ranks(functools.partial(_measure_wire, rounds))
     what = "all-reduce of 25 MiB fp32 over loopback, bf16 on the wire, result checked"
-    return [
-        Row(what, "us", median_us[0], median_us[2], *against[0]),
-        Row("  against torch's bf16 hook", "us", median_us[1], median_us[2], *against[1]),
-    ]
+    rows.append(ratio_row(what, gloo_s, ours_s, unit="us"))
+    return [*rows, ratio_row("  against torch's bf16 hook", hook_s, ours_s, unit="us")]
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
@@ -144,48 +50,124 @@ def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
     ranks = max(num_gpus, 2)
     where = f"between {ranks} GPUs" if num_gpus > 1 else "between 2 ranks of one GPU, through sockets"
     for what, numel in GPU_CASES[:1] if is_dry else GPU_CASES:
-        measure = functools.partial(_measure_gpu, device.type, numel, rounds)
+        measure = functools.partial(_measure, device.type, numel, rounds)
         times = on_ranks(measure, count=ranks, backend=BACKENDS[device.type])
         yield from _rows(f"{what} {where},", numel, None, times, ranks)
 
 
-def _measure_gpu(device_type: str, numel: int, rounds: int) -> list[list[float]]:
-    """Returns the seconds of the process group's all-reduce and of our transport's, per round, on the slowest rank."""
-    is_cuda = device_type == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    assert dist.group.WORLD is not None
-    comm = transport.make_comm("nccl" if is_cuda else "torch", dist.group.WORLD, device, None)
-    inputs = [values.to(device) for values in _inputs(numel, dist.get_world_size())]
-    expected = torch.stack(inputs).sum(0)
+def run_bound(rounds: int) -> list[Row]:
+    """Returns a row for unbound ranks, and one for ranks that are bound to a core before they construct the transport.
+
+    There are none with fewer cores than ranks.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < RANKS:
+        return []
+    rows = []
+    for what, bound_to in (("that are not bound", []), ("bound to a core each before construction", cores)):
+        theirs, ours, spins = on_ranks(functools.partial(_measure_bound, bound_to, rounds))
+        how = "spinning" if spins else "sleeping"
+        row = Row(f"all-reduce of 1 KiB, {RANKS} ranks {what} ({how} first)", "us", theirs, ours)
+        if bound_to:
+            row.target, row.met = f"<= {BOUND_TARGET_US:g} us, as where ranks spin unbound", ours <= BOUND_TARGET_US
+        rows.append(row)
+    return rows
+
+
+def _measure(device_type: str, numel: int, rounds: int) -> list[list[float]]:
+    """Returns the seconds of the process group, and of shared memory or of our NCCL transport, per round."""
+    device = device_of(device_type)
+    comm = _comm("nccl" if device_type == "cuda" else "shm", device)
+    inputs = _inputs(numel)
+    expected = torch.stack(inputs).sum(0).to(device)
     theirs, ours = torch.empty_like(expected), comm.allocate(4 * numel, str(device)).view(torch.float32)
-    return _timed(
-        {
-            "torch": (theirs, lambda: dist.all_reduce(theirs), expected),
-            "drivetrain": (ours, lambda: comm.all_reduce(ours, mean=False), expected),
-        },
-        inputs,
-        rounds,
-        device,
-    )
+    calls = [
+        (theirs, lambda: dist.all_reduce(theirs), expected),
+        (ours, lambda: comm.all_reduce(ours, mean=False), expected),
+    ]
+    return _timed(calls, inputs[dist.get_rank()], rounds, device)
+
+
+def _measure_wire(rounds: int) -> list[list[float]]:
+    """Returns the seconds of gloo, of torch's bfloat16 hook over gloo, and of our bfloat16 wire, per round."""
+    comm = _comm("torch", torch.device("cpu"), torch.bfloat16)
+    inputs = _inputs(WIRE_NUMEL)
+    rounded = torch.stack([values.bfloat16() for values in inputs]).sum(0).float()
+    exact, theirs, ours = (torch.zeros(WIRE_NUMEL) for _ in range(3))
+
+    def hook() -> None:
+        compressed = theirs.bfloat16()
+        dist.all_reduce(compressed)
+        theirs.copy_(compressed)
+
+    calls = [
+        (exact, lambda: dist.all_reduce(exact), torch.stack(inputs).sum(0)),
+        (theirs, hook, rounded),
+        (ours, lambda: comm.all_reduce(ours, mean=False), rounded),
+    ]
+    return _timed(calls, inputs[dist.get_rank()], rounds, torch.device("cpu"))
+
+
+def _measure_bound(cores: list[int], rounds: int) -> tuple[float, float, bool]:
+    """Returns the microseconds of gloo and of shared memory on rank 0, and if waits begin by spinning."""
+    if cores:
+        os.sched_setaffinity(0, {cores[dist.get_rank()]})
+    comm = _comm("shm", torch.device("cpu"))
+    theirs, ours = torch.ones(BOUND_NUMEL), comm.allocate(4 * BOUND_NUMEL).view(torch.float32)
+
+    def microseconds(call: Callable[[], object], calls: int) -> float:
+        def repeated() -> None:
+            for _ in range(calls):
+                call()
+
+        (times,) = interleaved([repeated], rounds, warm_up=2, prepare=lambda which: dist.barrier())
+        return 1e6 * statistics.median(times) / calls
+
+    gloo = microseconds(lambda: dist.all_reduce(theirs, dist.ReduceOp.MAX), BOUND_CALLS // 10)
+    return gloo, microseconds(lambda: comm.all_reduce(ours, mean=False), BOUND_CALLS), comm.spins
+
+
+def _comm(choice: str, device: torch.device, wire_dtype: torch.dtype | None = None) -> _C.Comm:
+    assert dist.group.WORLD is not None
+    comm = transport.make_comm(choice, dist.group.WORLD, device, wire_dtype)
+    if choice == "shm" and comm.name != "shm":
+        raise RuntimeError(f"transport is {comm.name!r}, expected 'shm': memory cannot be shared here ({comm.why_not})")
+    return comm
+
+
+def _inputs(numel: int) -> list[torch.Tensor]:
+    """Returns every rank's values. They are integers, so their sum is exact in any order."""
+    return [torch.arange(numel).mul_(r + 1).remainder_(1000).float() for r in range(dist.get_world_size())]
+
+
+def _timed(calls: Sequence[_Call], own: torch.Tensor, rounds: int, device: torch.device) -> list[list[float]]:
+    """Times each call on this rank's values per round, from a common start to the end of the slowest rank."""
+    is_reduced = [False] * len(calls)
+
+    def check(which: int) -> None:
+        values, _, expected = calls[which]
+        if is_reduced[which] and not torch.equal(values, expected):
+            raise RuntimeError(f"a sum of {values.numel()} elements by call {which} of {len(calls)} is wrong")
+
+    def prepare(which: int) -> None:
+        meet()  # else a rank's check takes the core of a rank that is still measured
+        check(which)
+        calls[which][0].copy_(own)
+        is_reduced[which] = True
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        meet()
+
+    times = interleaved([call for _, call, _ in calls], rounds, prepare=prepare, device=device)
+    for which in range(len(calls)):
+        check(which)
+    return slowest(times)
 
 
 def _rows(what: str, numel: int, target: float | None, times: list[list[float]], num_ranks: int = RANKS) -> list[Row]:
-    torch_s, ours_s = (statistics.median(values) for values in times)
-    ratio, low, high = median_interval([b / a for a, b in zip(*times, strict=True)])
-    algbw = 4 * numel / torch_s / 1e9, 4 * numel / ours_s / 1e9
+    torch_s, ours_s = times
+    least = round(1 / target, 3) if target else None
+    row = ratio_row(f"all-reduce of {what} fp32, result checked", torch_s, ours_s, least, unit="us")
+    theirs, ours = (4 * numel / statistics.median(seconds) / 1e9 for seconds in times)
     on_bus = 2 * (num_ranks - 1) / num_ranks  # bytes per link for each byte reduced, as nccl-tests defines busbw
-    return [
-        Row(
-            f"all-reduce of {what} fp32, result checked",
-            "us",
-            torch_s * 1e6,
-            ours_s * 1e6,
-            ratio,
-            low,
-            high,
-            f"<= {1 / target:.3f}" if target else "",
-            ratio <= 1 / target if target else None,
-        ),
-        Row("  algbw", "GB/s", algbw[0], algbw[1]),
-        Row("  busbw", "GB/s", algbw[0] * on_bus, algbw[1] * on_bus),
-    ]
+    return [row, Row("  algbw", "GB/s", theirs, ours), Row("  busbw", "GB/s", theirs * on_bus, ours * on_bus)]

@@ -7,7 +7,6 @@ import gc
 import importlib
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from rich.progress import track
 from torch import nn
 
 from ..ddp.distributed import DistributedDataParallel
-from . import bound
-from .measure import Row, interleaved, median_interval, ratio_of_medians, ratio_row
-from .ranks import BACKENDS, meet, on_ranks
+from . import comm
+from .measure import Row, interleaved, ratio_row
+from .ranks import BACKENDS, device_of, meet, on_ranks, slowest
 from .shapes import gpt2_124m
 
 MIB = 2**20
@@ -28,19 +27,17 @@ M_MMAP_THRESHOLD = -3  # from malloc.h
 
 def run(rounds: int) -> list[Row]:
     """Returns rows for memory, many small parameters, exposed communication and bound ranks, of rank 0."""
-    engines = ("plain", "torch", "drivetrain")
     memory = {}
-    for engine in track(engines, description="memory", transient=True):
+    for engine in track(("plain", "torch", "drivetrain"), description="memory", transient=True):
         memory[engine] = on_ranks(functools.partial(_memory, engine))
-    small = on_ranks(functools.partial(_small_parameters, rounds))
-    exposed = [on_ranks(functools.partial(_exposed_communication, rounds, keeps)) for keeps in (False, True)]
-    return [
-        *_memory_rows(memory),
-        *_small_rows(small),
-        _exposed_row(exposed[0]),
-        _exposed_row(exposed[1], ", and the script keeps the gradients of the step before"),
-        *bound.run(rounds),
-    ]
+    plain, theirs, ours = on_ranks(functools.partial(_small_parameters, rounds))
+    rows = [*_memory_rows(memory), ratio_row("backward beyond no DDP, 1,000 x 64", theirs, ours, 1.0, beyond=plain)]
+    for keeps in (False, True):
+        plain, theirs, ours = on_ranks(functools.partial(_exposed_communication, rounds, keeps))
+        what = f"step beyond no communication, GPT of 10 M ({1e3 * statistics.median(plain):.0f} ms without)"
+        what += ", and the script keeps the gradients of the step before" if keeps else ""
+        rows.append(ratio_row(what, theirs, ours, 0.25, beyond=plain))
+    return rows + comm.run_bound(rounds)
 
 
 def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
@@ -66,12 +63,9 @@ class _Products(nn.Module):
 
 
 def _wrap(engine: str, module: nn.Module) -> nn.Module:
-    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "plain": lambda m: m,
-        "torch": nn.parallel.DistributedDataParallel,
-        "drivetrain": DistributedDataParallel,
-    }
-    return wrappers[engine](module)
+    if engine == "plain":
+        return module
+    return nn.parallel.DistributedDataParallel(module) if engine == "torch" else DistributedDataParallel(module)
 
 
 def _memory(engine: str) -> dict[str, float]:
@@ -162,50 +156,14 @@ def _memory_rows(memory: dict[str, dict[str, float]]) -> list[Row]:
     ]
 
 
-def _small_parameters(rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of backward with 1,000 parameters of 64 elements, per engine and round."""
-    models = {engine: _wrap(engine, _Products([(64,)] * 1000)) for engine in ("plain", "torch", "drivetrain")}
-    times: dict[str, list[float]] = {engine: [] for engine in models}
-    x = torch.randn(64)
-    for i in range(rounds + 5):
-        for engine in models if i % 2 else reversed(models):
-            model = models[engine]
-            model.zero_grad()
-            loss = model(x)
-            dist.barrier()
-            begin = time.perf_counter()
-            loss.backward()
-            times[engine].append(time.perf_counter() - begin)
-    return {engine: values[5:] for engine, values in times.items()}
-
-
-def _small_rows(times: dict[str, list[float]]) -> list[Row]:
-    added = {
-        engine: [b - a for a, b in zip(times["plain"], times[engine], strict=True)]
-        for engine in ("torch", "drivetrain")
-    }
-    torch_ms, ours_ms = (1e3 * statistics.median(added[engine]) for engine in ("torch", "drivetrain"))
-    # Differences can be near zero, so the interval is of ours minus torch's, divided by torch's median.
-    gap, low, high = median_interval([b - a for a, b in zip(added["torch"], added["drivetrain"], strict=True)])
-    scale = torch_ms / 1e3
-    return [
-        Row(
-            "backward beyond no DDP, 1,000 x 64",
-            "ms",
-            torch_ms,
-            ours_ms,
-            1 + gap / scale,
-            1 + low / scale,
-            1 + high / scale,
-            "<= 1",
-            ours_ms <= torch_ms,
-        )
-    ]
+def _small_parameters(rounds: int) -> list[list[float]]:
+    """Returns the seconds of backward with 1,000 parameters of 64 elements, as `_times` does."""
+    return _times(_Products([(64,)] * 1000), torch.randn(64), rounds, only_backward=True)
 
 
 def _gpu_times(device_type: str, rounds: int, is_dry: bool) -> dict[str, list[list[float]]]:
     """Returns per case the seconds of forward and backward without a wrapper, with torch's and with ours, per round."""
-    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    device = device_of(device_type)
     width, layers, time_steps = (48, 1, 16) if is_dry else (768, 12, 512)
     tokens = torch.randint(0, 256, (8, time_steps + 1), device=device)
     small = _Products([(64,)] * (10 if is_dry else 1000))
@@ -213,20 +171,41 @@ def _gpu_times(device_type: str, rounds: int, is_dry: bool) -> dict[str, list[li
         "forward and backward, GPT of 85 M in fp32": (_GPT(width, layers, time_steps), tokens),
         "forward and backward, 1,000 parameters of 64": (small, torch.randn(64, device=device)),
     }
-    return {what: _steps_of(module.to(device), x, device, rounds) for what, (module, x) in cases.items()}
+    return {what: _times(module.to(device), x, rounds) for what, (module, x) in cases.items()}
 
 
-def _steps_of(plain: nn.Module, x: torch.Tensor, device: torch.device, rounds: int) -> list[list[float]]:
-    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    ours = DistributedDataParallel(copy.deepcopy(plain), transport="nccl" if device.type == "cuda" else "auto")
+def _times(
+    module: nn.Module, x: torch.Tensor, rounds: int, *, only_backward: bool = False, keeps: bool = False
+) -> list[list[float]]:
+    """Returns the seconds of forward and backward without a wrapper, with torch's and with ours.
 
-    def step(model: nn.Module) -> None:
-        model.zero_grad()
-        model(x).backward()
+    They are by round, from a common start, on the slowest rank.
 
-    times = interleaved([functools.partial(step, model) for model in (plain, theirs, ours)], rounds, device=device)
-    _expect_equal_gradients(theirs, ours)
-    return times
+    Args:
+        module: The module; copies of it are measured.
+        x: Its input.
+        rounds: The number of rounds.
+        only_backward: Leaves forward out of the time.
+        keeps: Keeps the gradients of the step before until the step has ended.
+    """
+    models = [_wrap(engine, copy.deepcopy(module)) for engine in ("plain", "torch", "drivetrain")]
+    losses: list[torch.Tensor] = []
+    kept: list[torch.Tensor | None] = []
+
+    def prepare(which: int) -> None:
+        kept[:] = [p.grad for p in models[which].parameters()] if keeps else []
+        models[which].zero_grad()
+        losses[:] = [models[which](x)] if only_backward else []
+        meet()
+
+    def step(which: int) -> None:
+        (losses.pop() if only_backward else models[which](x)).backward()
+
+    calls = [functools.partial(step, which) for which in range(len(models))]
+    times = interleaved(calls, rounds, prepare=prepare, device=x.device)
+    for a, b in zip(models[1].parameters(), models[2].parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    return slowest(times)
 
 
 class _GPT(nn.Module):
@@ -245,57 +224,7 @@ class _GPT(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _exposed_communication(rounds: int, keeps: bool) -> dict[str, list[float]]:
-    """Returns the seconds of forward and backward on the slower rank, per engine and round, from a common start.
-
-    Args:
-        rounds: The number of rounds.
-        keeps: Keeps the gradients of the step before until the step has ended.
-    """
-    engines = ("plain", "torch", "drivetrain")
-    models = {}
-    for engine in engines:
-        torch.manual_seed(0)
-        # Excludes the constant mask from torch's broadcast of buffers.
-        module = _GPT()
-        module._ddp_params_and_buffers_to_ignore = ["mask"]  # type: ignore[assignment]
-        models[engine] = _wrap(engine, module)
-    tokens = torch.randint(0, 256, (1, 17))
-    times: dict[str, list[float]] = {engine: [] for engine in engines}
-    for i in range(rounds + 5):
-        for engine in engines if i % 2 else reversed(engines):
-            model = models[engine]
-            kept = [p.grad for p in model.parameters()] if keeps else []
-            model.zero_grad()
-            meet()
-            begin = time.perf_counter()
-            model(tokens).backward()
-            slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            times[engine].append(slowest.item())
-            kept.clear()
-        _expect_equal_gradients(models["torch"], models["drivetrain"])
-    return {engine: values[5:] for engine, values in times.items()}
-
-
-def _expect_equal_gradients(theirs: nn.Module, ours: nn.Module) -> None:
-    for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
-
-
-def _exposed_row(times: dict[str, list[float]], what: str = "") -> Row:
-    added = [[b - a for a, b in zip(times["plain"], times[engine], strict=True)] for engine in ("torch", "drivetrain")]
-    torch_s, ours_s = (statistics.median(values) for values in added)
-    ratio, low, high = ratio_of_medians(added[0], added[1])
-    step = 1e3 * statistics.median(times["plain"])
-    return Row(
-        f"step beyond no communication, GPT of 10 M ({step:.0f} ms without){what}",
-        "ms",
-        torch_s * 1e3,
-        ours_s * 1e3,
-        ratio,
-        low,
-        high,
-        "<= 0.25",
-        ratio <= 0.25,
-    )
+def _exposed_communication(rounds: int, keeps: bool) -> list[list[float]]:
+    module = _GPT()
+    module._ddp_params_and_buffers_to_ignore = ["mask"]  # type: ignore[assignment]  # constant, so not broadcast
+    return _times(module, torch.randint(0, 256, (1, 17)), rounds, keeps=keeps)

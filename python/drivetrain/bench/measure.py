@@ -160,11 +160,22 @@ def ratio_row(
     target: float | None = None,
     *,
     strict_end: bool = False,
+    unit: str = "ms",
+    beyond: Sequence[float] | None = None,
 ) -> Row:
-    """Returns a row of times in ms. With `strict_end`, the upper end of the interval must meet the target, not only the
-    median."""
-    ratio, low, high = median_interval([b / a for a, b in zip(torch_s, ours_s, strict=True)])
-    row = Row(what, "ms", statistics.median(torch_s) * 1e3, statistics.median(ours_s) * 1e3, ratio, low, high)
+    """Returns a row of times in ms or us.
+
+    With `strict_end`, the upper end of the interval must meet the target, not only the median. With `beyond`, the times
+    of both sides are those beyond a third side's, and may be near zero.
+    """
+    scale = {"ms": 1e3, "us": 1e6}[unit]
+    if beyond is None:
+        interval = median_interval([b / a for a, b in zip(torch_s, ours_s, strict=True)])
+    else:
+        torch_s, ours_s = ([b - a for a, b in zip(beyond, side, strict=True)] for side in (torch_s, ours_s))
+        interval = ratio_of_medians(torch_s, ours_s)
+    row = Row(what, unit, scale * statistics.median(torch_s), scale * statistics.median(ours_s), *interval)
+    ratio, _, high = interval
     if target is not None:
         row.target = f"{'upper end ' if strict_end else ''}<= {target:g}"
         row.met = (high if strict_end else ratio) <= target

@@ -75,14 +75,8 @@ def _measure(what: str, shapes: list[Shape], target: float, strict_end: bool, ro
 
 def _measure_tail(what: str, shapes: list[Shape], target: float, rounds: int) -> Row:
     theirs, ours = models(shapes)
-    scaled = [grad_of(p) * SCALE for p in theirs]
     optimizer = optim.AdamW(ours, max_grad_norm=MAX_NORM, zero_grads_in_step=True)
-    tails = torch_tail(theirs), our_tail(optimizer)
-
-    def fill(which: int) -> None:
-        torch._foreach_copy_([grad_of(p) for p in (theirs, ours)[which]], scaled)
-
-    torch_s, ours_s = interleaved(tails, rounds, prepare=fill)
+    torch_s, ours_s = _timed_tails(theirs, ours, (torch_tail(theirs), our_tail(optimizer)), rounds)
     check_same(theirs, ours)
     row = ratio_row(what, torch_s, ours_s, target)
     return with_roofline(row, least_bytes(ours, optimizer, grad_passes=OWN_TAIL_PASSES))
@@ -90,27 +84,34 @@ def _measure_tail(what: str, shapes: list[Shape], target: float, rounds: int) ->
 
 def _measure_stock_tail(what: str, shapes: list[Shape], zeroes: bool, target: float, rounds: int) -> Row:
     theirs, ours = models(shapes)
-    scaled = [grad_of(p) * SCALE for p in theirs]
     torchs_tail = torch_tail(theirs, zeroes=zeroes)
     swap.install(optim=True)
     try:
         swapped_tail = torch_tail(ours, zeroes=zeroes)
     finally:
         swap.uninstall()
-
-    def fill(which: int) -> None:
-        for param, grad in zip((theirs, ours)[which], scaled, strict=True):
-            if param.grad is None:
-                param.grad = grad.clone()
-            else:
-                param.grad.copy_(grad)
-
-    torch_s, ours_s = interleaved((torchs_tail, swapped_tail), rounds, prepare=fill)
+    torch_s, ours_s = _timed_tails(theirs, ours, (torchs_tail, swapped_tail), rounds)
     check_same(theirs, ours)
     # Bytes: unscaling and clipping read and write each gradient, the norm reads it, and zero_grad() writes it.
     beyond_step = 24 if zeroes else 20
     numel = sum(p.numel() for p in ours)
     return with_roofline(ratio_row(what, torch_s, ours_s, target), (FP32_STEP_BYTES + beyond_step) * numel)
+
+
+def _timed_tails(
+    theirs: list[Tensor], ours: list[Tensor], tails: tuple[Callable[[], None], Callable[[], None]], rounds: int
+) -> list[list[float]]:
+    """Times two tails, each on the scaled gradients of its parameters."""
+    scaled = [[grad_of(p) * SCALE for p in params] for params in (theirs, ours)]
+
+    def fill(which: int) -> None:
+        for param, grad in zip((theirs, ours)[which], scaled[which], strict=True):
+            if param.grad is None:
+                param.grad = grad.clone()
+            else:
+                param.grad.copy_(grad)
+
+    return interleaved(tails, rounds, prepare=fill)
 
 
 # ---- Bandwidth, host time, and fewer bits; all on the shapes of GPT-2 124M.
@@ -156,14 +157,8 @@ def _measure_compressed_tail(rounds: int) -> list[Row]:
     """Compares torch's fp32 tail with ours on bfloat16 parameters, 16-bit remainders and 8-bit states."""
     theirs, ours = models(gpt2_124m(), torch.bfloat16)
     start = [p.detach().clone() for p in theirs]
-    scaled = [grad_of(p) * SCALE for p in theirs], [grad_of(p) * SCALE for p in ours]
     optimizer = optim.AdamW(ours, **COMPRESSED, max_grad_norm=MAX_NORM, zero_grads_in_step=True)
-    tails = torch_tail(theirs), our_tail(optimizer)
-
-    def fill(which: int) -> None:
-        torch._foreach_copy_([grad_of(p) for p in (theirs, ours)[which]], scaled[which])
-
-    torch_s, ours_s = interleaved(tails, rounds, prepare=fill)
+    torch_s, ours_s = _timed_tails(theirs, ours, (torch_tail(theirs), our_tail(optimizer)), rounds)
     for before, a, b in zip(start, theirs, ours, strict=True):
         moved, apart = a.detach() - before, optimizer.float32_value(b) - a.detach()
         if apart.norm() > 0.1 * moved.norm():  # 8-bit codes round states by a few percent

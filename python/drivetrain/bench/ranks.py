@@ -79,3 +79,15 @@ def meet() -> None:
     dist.all_reduce(start, dist.ReduceOp.MAX)
     while time.monotonic() < start.item():
         pass
+
+
+def slowest(times: list[list[float]]) -> list[list[float]]:
+    """Returns the seconds of calls by round on the rank that took longest. All ranks must call it."""
+    found = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def device_of(device_type: str) -> torch.device:
+    """Returns this rank's device of a type, "cpu" or "cuda"."""
+    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")

@@ -10,7 +10,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,30 +102,6 @@ def test_a_line_that_did_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyte
     assert [event["number"] for event in read_events(path)] == [1, 3]
 
 
-def test_whole_lines_of_a_batch_stay_where_the_rest_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.jsonl"
-    sink = JSONL(path)
-    sink.open()
-    plain = os.write
-    has_begun: list[bool] = []
-
-    def full(file: int, data: bytes) -> int:
-        if has_begun:
-            raise OSError(28, "No space left on device")
-        has_begun.append(True)
-        return plain(file, data[: data.index(b"\n", data.index(b"\n") + 1) + 4])  # two lines, and a part of the third
-
-    monkeypatch.setattr(os, "write", full)
-    errors = sink.write_all([{"v": 1, "type": "count", "number": number} for number in range(5)])
-    monkeypatch.undo()
-    assert [str(error) for error in errors] == ["[Errno 28] No space left on device"] * 3
-    assert sink.write_all([{"v": 1, "type": "count", "number": 5}]) == []
-    sink.close()
-    assert [event["number"] for event in read_events(path)] == [0, 1, 5]
-
-
 @pytest.mark.parametrize("is_opened", [False, True], ids=["unopened", "unread"])
 def test_a_blocked_pipe_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_opened: bool) -> None:
     """A pipe without a reader blocks in open(), and one whose reader reads nothing blocks in write()."""
@@ -187,17 +162,16 @@ def test_the_queue_is_bounded_and_counts_what_it_drops() -> None:
     assert [event["number"] for event in fast.events] == list(range(101))
 
 
-def test_a_batch_that_a_sink_never_takes_counts_as_dropped() -> None:
+def test_events_that_a_sink_never_takes_count_as_dropped() -> None:
     begun, may_end, has_returned = threading.Event(), threading.Event(), threading.Event()
 
     class Stuck(Kept):
         close_s = 0.2
-        batch_size = 64
 
-        def write_all(self, events: Sequence[Event]) -> list[Exception]:
+        def write(self, event: Event) -> None:
             begun.set()
             may_end.wait(30)
-            return [OSError("no reader")] * len(events)
+            raise OSError("no reader")
 
         def close(self) -> None:
             has_returned.set()
@@ -213,21 +187,14 @@ def test_a_batch_that_a_sink_never_takes_counts_as_dropped() -> None:
 
 
 def test_no_sink_wakes_up_without_an_event() -> None:
-    class Counting(Kept):
-        num_batches = 0
-
-        def write_all(self, events: Sequence[Event]) -> list[Exception]:
-            self.num_batches += 1
-            return super().write_all(events)
-
-    lanes = Stream([sink := Counting()])
+    lanes = Stream([sink := Kept()])
     lane = lanes._lanes[0]
     lanes.send()
     assert not lane._has_news.is_set()
     assert not lane._events
     lanes.send({"number": 0})
     lanes.close()
-    assert sink.num_batches == len(sink.events) == 1
+    assert len(sink.events) == 1
 
 
 def test_a_missing_package_is_named() -> None:

@@ -55,7 +55,6 @@ class Sink(ABC):
 
     name = "sink"
     close_s = 5.0  # the limit on waiting for it at the end of the run
-    batch_size = 1  # the most events that write_all() is given at once
 
     def open(self) -> None:  # noqa: B027
         """Opens files and connections."""
@@ -63,16 +62,6 @@ class Sink(ABC):
     @abstractmethod
     def write(self, event: Event) -> None:
         """Takes one event of docs/monitoring.md's schema."""
-
-    def write_all(self, events: Sequence[Event]) -> list[Exception]:
-        """Takes events in order, and returns one error for each that it has not taken."""
-        errors: list[Exception] = []
-        for event in events:
-            try:
-                self.write(event)
-            except Exception as error:
-                errors.append(error)
-        return errors
 
     def close(self) -> None:  # noqa: B027
         """Flushes and closes."""
@@ -85,22 +74,19 @@ class _Lane:
         self.sink = sink
         self.num_dropped = 0
         self._has_failed = False
-        self._capacity = capacity
+        self._capacity = capacity + 1  # with the event that the sink is writing
         self._events: deque[Event] = deque()
-        self._num_under_way = 0  # events that the sink has been given and has not taken yet
         self._has_news = threading.Event()
         self._is_closing = False
-        self._is_given_up = False  # all that the thread still has counts as dropped
         self._lock = threading.Lock()
         self._thread = Thread(self._work, f"drivetrain-monitor-{sink.name}")
         self._thread.start()
 
     def offer(self, events: Sequence[Event]) -> None:
-        num_free = max(self._capacity - len(self._events), 0)
-        self._events.extend(events[:num_free])
-        if len(events) > num_free:
-            with self._lock:
-                self.num_dropped += len(events) - num_free
+        with self._lock:
+            num_free = max(self._capacity - len(self._events), 0)
+            self._events.extend(events[:num_free])
+            self.num_dropped += len(events[num_free:])
         # An event that is set already has not been cleared yet, and the thread looks into the queue after it clears it.
         if not self._has_news.is_set():
             self._has_news.set()
@@ -112,10 +98,8 @@ class _Lane:
         self._thread.join(max(begin + self.sink.close_s - time.monotonic(), 0.0))
         if self._thread.is_alive():
             with self._lock:
-                # The process may end before the sink takes them.
-                self.num_dropped += self._num_under_way + len(self._events)
+                self.num_dropped += len(self._events)  # the process may end before the sink takes them
                 self._events.clear()
-                self._is_given_up = True
             self._note(f"took nothing until the end of the run, within {self.sink.close_s:g} s")
 
     def _work(self) -> None:
@@ -124,36 +108,29 @@ class _Lane:
             self._has_news.wait()
             self._has_news.clear()
             is_last = self._is_closing  # read first: no event comes after it
-            while events := self._next():
+            while (event := self._next()) is not None:
+                has_failed = False
                 try:
                     if not is_open:
                         self.sink.open()
                         is_open = True
-                    errors = self.sink.write_all(events)
+                    self.sink.write(event)
                 except Exception as error:
-                    errors = [error] * len(events)
-                self._settle(len(errors))
-                if errors:
-                    self._note(f"{type(errors[0]).__name__}: {errors[0]}")
+                    has_failed = True
+                    self._note(f"{type(error).__name__}: {error}")
+                with self._lock:
+                    if self._events:  # otherwise close() has counted the event as dropped
+                        self._events.popleft()
+                        self.num_dropped += has_failed
         if is_open:
             try:
                 self.sink.close()
             except Exception as error:
                 self._note(f"{type(error).__name__}: {error}")
 
-    def _next(self) -> list[Event]:
+    def _next(self) -> Event | None:
         with self._lock:
-            num_next = min(len(self._events), self.sink.batch_size)
-            events = [self._events.popleft() for _ in range(num_next)]
-            self._num_under_way = num_next
-        return events
-
-    def _settle(self, num_failed: int) -> None:
-        """Counts what the sink has refused of the events that it was given."""
-        with self._lock:
-            self._num_under_way = 0
-            if not self._is_given_up:
-                self.num_dropped += num_failed
+            return self._events[0] if self._events else None
 
     def _note(self, error: str) -> None:
         if not self._has_failed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..stream import Event, Sink
@@ -16,8 +15,6 @@ class JSONL(Sink):
     Args:
         path: The file; an existing one is replaced. A pipe is allowed.
     """
-
-    batch_size = 64
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -39,30 +36,17 @@ class JSONL(Sink):
         Raises:
             OSError: The line cannot be written; the file ends with the line before it.
         """
-        for error in self.write_all([event]):
-            raise error
-
-    def write_all(self, events: Sequence[Event]) -> list[Exception]:
-        """Writes a line per event, by one call of the system where it takes them all.
-
-        Returns:
-            An error per line that could not be written; the file ends with the last whole line.
-        """
         assert self._file is not None
-        lines = [self._encode(event).encode() + b"\n" for event in events]
-        text, done = b"".join(lines), 0
+        line, done = self._encode(event).encode() + b"\n", 0
         try:
-            while done < len(text):
-                done += os.write(self._file, text[done:])
-        except OSError as error:
-            num_whole = text.count(b"\n", 0, done)
-            self._end += sum(map(len, lines[:num_whole]))
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+        except OSError:
             if self._is_regular:
                 os.ftruncate(self._file, self._end)
                 os.lseek(self._file, self._end, os.SEEK_SET)
-            return [error] * (len(lines) - num_whole)
+            raise
         self._end += done
-        return []
 
     def close(self) -> None:
         """Closes the file."""

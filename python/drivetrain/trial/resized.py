@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..notebook import text_table
 from .module_calls import first_difference
 from .record import RunRecord, Variant
-from .runs import Trial, TrialError, read, start
+from .runs import Trial, TrialError, free_port, run
 
 _MEETING_S = 120.0
 
@@ -83,42 +77,13 @@ def _parting(first: RunRecord, other: RunRecord) -> str:
 def _run_on(trial: Trial, size: int) -> RunRecord:
     """Runs the script's first steps on new processes. Returns rank 0's record, with the calls of all ranks."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_MEETING_S))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     world["OMP_NUM_THREADS"] = "1"  # products of matrices may depend on it
-    task = {
-        "variant": asdict(Variant("drivetrain", {})),
-        "steps": trial.steps,
-        "prints": True,
-        "calls": True,
-        "noise": 0.0,
-    }
+    task = {"variant": asdict(Variant("drivetrain", {})), "prints": True, "calls": True, "noise": 0.0}
     task |= {"store": ("127.0.0.1", store.port) if size > 1 else None, "key": f"drivetrain-try/{size}"}
-    with tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as name:
-        folders = [Path(name) / str(rank) for rank in range(size)]
-        with contextlib.ExitStack() as stack:
-            processes = []
-            for rank, folder in enumerate(folders):
-                folder.mkdir()
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process = start("drivetrain.trial.script", trial, folder, {**world, **own}, task)
-                processes.append(process)
-                stack.callback(process.wait)
-                stack.callback(process.kill)
-            _wait(processes, trial.limit_s)
-        records = [read(folder, f"{trial.script} on {size} ranks gave no record") for folder in folders]
-    ranks = [RunRecord.of(record) for record in records]
+    own = [(world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, task) for rank in range(size)]
+    ranks = [RunRecord.of(one) for one in run("drivetrain.trial.script", trial, own, f" on {size} ranks")]
     for step, *others in zip(*(rank.steps for rank in ranks), strict=False):
         step.calls += [call for other in others for call in other.calls]  # in the order of logical ranks
     return ranks[0]
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
-    """Waits until all have ended, or one has failed, or the limit is over."""
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end and any(process.poll() is None for process in processes):
-        if any(process.poll() not in (None, 0) for process in processes):
-            return
-        time.sleep(0.05)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -39,42 +40,70 @@ class Trial:
     limit_s: float  # after which a run is ended
 
 
-def start(
-    module: str, trial: Trial, folder: Path, environment: dict[str, str], task: dict[str, Any]
-) -> subprocess.Popen[bytes]:
-    """Starts `python -m module` for the script.
+def run(
+    module: str,
+    trial: Trial,
+    ranks: Sequence[tuple[dict[str, str], dict[str, Any]]],
+    how: str = "",
+) -> list[dict[str, Any]]:
+    """Runs `python -m module` for the script in a process per rank, and returns the records that they write.
+
+    All end once one has failed, or at the limit.
 
     Args:
         module: The program.
         trial: The script and its limits.
-        folder: An empty folder for its record and files.
-        environment: Further variables.
-        task: Its input as JSON, in addition to what every run gets.
+        ranks: Each rank's further variables, and its input as JSON in addition to what every run gets.
+        how: Completes "train.py" in errors.
+
+    Raises:
+        TrialError: A rank has given no record. The message has its last lines.
     """
-    (folder / "written").mkdir()
-    task = {"script": trial.script, "arguments": list(trial.arguments), **task}
-    task |= {"record": str(folder / _RECORD), "folder": str(folder / "written")}
-    with (folder / _SAID).open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **_FIXED, **environment},
-        )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have died
-        pipe.write(json.dumps(task).encode())
-    return process
+    with (
+        tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as name,
+        contextlib.ExitStack() as stack,
+    ):
+        processes: list[tuple[Path, subprocess.Popen[bytes]]] = []
+        for number, (environment, task) in enumerate(ranks):
+            folder = Path(name) / str(number)
+            (folder / "written").mkdir(parents=True)
+            with (folder / _SAID).open("wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", module],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **_FIXED, **environment},
+                )
+            processes.append((folder, process))
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            given = {"script": trial.script, "arguments": list(trial.arguments), "steps": trial.steps, **task}
+            given |= {"record": str(folder / _RECORD), "folder": str(folder / "written")}
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have died
+                pipe.write(json.dumps(given).encode())
+        end = time.monotonic() + trial.limit_s
+        while (codes := {process.poll() for _, process in processes}) <= {None, 0} and None in codes:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        for folder, process in sorted(processes, key=lambda one: one[1].poll() in (None, 0)):  # first those that failed
+            if not (folder / _RECORD).exists():
+                ended = f"ended with status {process.returncode}"
+                if process.returncode is None:
+                    ended = f"did not make {given['steps']} optimizer steps in {trial.limit_s:.0f} s (--limit)"
+                last = "\n".join((folder / _SAID).read_text(errors="replace").splitlines()[-_LAST_LINES:])
+                raise TrialError(f"{trial.script}{how} {ended}. Its last lines:\n{last}")
+        return [json.loads((folder / _RECORD).read_text()) for folder, _ in processes]
 
 
-def read(folder: Path, what: str) -> dict[str, Any]:
-    """Returns the record of a run that has ended. Raises TrialError, with its last lines, if there is none."""
-    if not (folder / _RECORD).exists():
-        last = "\n".join((folder / _SAID).read_text(errors="replace").splitlines()[-_LAST_LINES:])
-        raise TrialError(f"{what}. Its last lines:\n{last}")
-    found: dict[str, Any] = json.loads((folder / _RECORD).read_text())
-    return found
+def free_port() -> int:
+    """Returns a port of this host that no other program has."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Runs:
@@ -124,23 +153,13 @@ class Runs:
             TrialError: There is no record.
         """
         self.num_runs += 1
-        key = f"drivetrain-try/{self.num_runs}"
-        trial = self._trial
-        with tempfile.TemporaryDirectory(prefix="drivetrain-try-", ignore_cleanup_errors=True) as name:
-            folder, environment = Path(name), {}
-            if self._address is not None:
-                environment = {"MASTER_PORT": self._port(key), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-            task = {"steps": trial.steps, "store": self._address, "key": key, **task}
-            process = start(module, trial, folder, environment, task)
-            try:
-                process.wait(trial.limit_s)
-                ended = f"ended with status {process.returncode}"
-            except subprocess.TimeoutExpired:
-                ended = f"did not make {task['steps']} optimizer steps in {trial.limit_s:.0f} s (--limit)"
-            finally:
-                process.kill()
-                process.wait()
-            return read(folder, f"{trial.script}{how} {ended}")
+        key, environment = f"drivetrain-try/{self.num_runs}", {}
+        if self._address is not None:
+            if self.rank == 0:  # where the script's own process group of this run meets
+                self._store.set(key, str(free_port()))
+            environment = {"MASTER_PORT": self._store.get(key).decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        (record,) = run(module, self._trial, [(environment, {"store": self._address, "key": key, **task})], how)
+        return record
 
     def share(self, said: str) -> list[str]:
         """Returns what each rank says, by rank. All ranks must call it."""
@@ -150,11 +169,3 @@ class Runs:
         key = f"drivetrain-try/said/{self._num_shared}"
         self._store.set(f"{key}/{self.rank}", said)
         return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
-
-    def _port(self, key: str) -> str:
-        """Returns the port at which the script's own process group of this run meets."""
-        if self.rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                self._store.set(key, str(probe.getsockname()[1]))
-        return str(self._store.get(key).decode())

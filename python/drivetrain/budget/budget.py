@@ -1,6 +1,7 @@
 """Plans which saved tensors a model keeps for backward and which it recomputes, within a budget of bytes."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -348,9 +349,9 @@ class ActivationPlan(_C.ActivationScope):
             "budget_bytes": self.budget_bytes,
             "unplanned_bytes": self.unplanned_bytes,
             "measured_bytes": self.measured_bytes,
-            "trace": self._trace.to_dict(),
-            "choice": self._chosen.to_dict(),
-            "host_link": None if self.host_link is None else self.host_link.to_dict(),
+            "trace": dataclasses.asdict(self._trace),
+            "choice": dataclasses.asdict(self._chosen),
+            "host_link": None if self.host_link is None else dataclasses.asdict(self.host_link),
             "compiled": self._regions.to_dict(),
         }
 

@@ -131,27 +131,26 @@ class CompiledRegions:
         fitting: dict[float, Trace] = {}
         possible: dict[float, Trace] = {high: trace} if smallest_bytes <= budget_bytes else {}
         ratio = round(high * share_bytes / own_bytes, 4)
-        with progress.showing():
-            for count in range(1, _MAX_RECOMPILATIONS + 1):
-                progress.tell(f"compiles at memory budget {ratio:.3f} ({count} of at most {_MAX_RECOMPILATIONS})")
-                self.install(ratio)
-                tried, _ = profile()
-                self.measured[ratio] = own_bytes = _unseen_bytes(tried)
-                smallest = plan.choose(tried, budget_bytes).smallest_bytes
-                smallest_bytes = min(smallest_bytes, smallest)
-                if smallest <= budget_bytes:
-                    possible[ratio] = tried
-                if ratio in possible and own_bytes <= share_bytes:
-                    fitting[ratio] = tried
-                    low = ratio
-                else:
-                    high = ratio
-                if (fitting and own_bytes <= share_bytes and own_bytes >= _NEAR * share_bytes) or ratio == 0.0:
-                    break
-                is_last = count == _MAX_RECOMPILATIONS - 1
-                ratio = 0.0 if not fitting and (is_last or high < 2 * _FINEST) else round((low + high) / 2, 4)
-                if high - low < _FINEST and fitting:
-                    break
+        for count in range(1, _MAX_RECOMPILATIONS + 1):
+            progress.tell(f"compiles at memory budget {ratio:.3f} ({count} of at most {_MAX_RECOMPILATIONS})")
+            self.install(ratio)
+            tried, _ = profile()
+            self.measured[ratio] = own_bytes = _unseen_bytes(tried)
+            smallest = plan.choose(tried, budget_bytes).smallest_bytes
+            smallest_bytes = min(smallest_bytes, smallest)
+            if smallest <= budget_bytes:
+                possible[ratio] = tried
+            if ratio in possible and own_bytes <= share_bytes:
+                fitting[ratio] = tried
+                low = ratio
+            else:
+                high = ratio
+            if (fitting and own_bytes <= share_bytes and own_bytes >= _NEAR * share_bytes) or ratio == 0.0:
+                break
+            is_last = count == _MAX_RECOMPILATIONS - 1
+            ratio = 0.0 if not fitting and (is_last or high < 2 * _FINEST) else round((low + high) / 2, 4)
+            if high - low < _FINEST and fitting:
+                break
         found = fitting or possible
         if not found:
             self.install(None)
@@ -186,10 +185,9 @@ class CompiledRegions:
         count = int((share_bytes - self.measured[ratio]) / max(bytes_per_region, 1.0))
         if not 0 < count < len(self._regions):
             return None
-        with progress.showing():
-            progress.tell(f"compiles {count} regions at memory budget {above:.3f}, others at {ratio:.3f}")
-            self.install(ratio, HigherRatio(above, count))
-            mixed, _ = profile()
+        progress.tell(f"compiles {count} regions at memory budget {above:.3f}, others at {ratio:.3f}")
+        self.install(ratio, HigherRatio(above, count))
+        mixed, _ = profile()
         saved_bytes = _unseen_bytes(mixed)
         if saved_bytes > share_bytes or plan.choose(mixed, budget_bytes).smallest_bytes > budget_bytes:
             return None

@@ -102,14 +102,17 @@ def copies_of(
     latest = _latest_starts(clock, in_order, sizes, brought_back_at, link)
     peaks = list(peak_bytes)
     prefetches: list[Prefetch] = []
-    triggers = _Triggers(trace)
+    # A tape can start a copy back where it first takes a value that its own operations made.
+    pass_of = {begin + i: which for which, (begin, one) in enumerate(trace.passes_at()) for i in one.made}
+    first_takes = {use.value: index for index, use in reversed(list(enumerate(trace.uses))) if not use.is_release}
     free_at, delay, first = 0.0, exposed, 0
     for number in in_order:
         use = at = brought_back_at[number]
         for earlier in range(use - 1, first - 1, -1):
             if clock.used_at[at] <= latest[number] or peaks[earlier + 1] + sizes[number] > budget_bytes:
                 break
-            if triggers.has(earlier, number):
+            taken = trace.uses[earlier].value
+            if first_takes.get(taken) == earlier and pass_of.get(taken, -1) == pass_of.get(number):
                 at = earlier
         if at < use:
             prefetches.append(Prefetch(number, trace.uses[at].value))
@@ -153,21 +156,3 @@ def _latest_starts(
         end = min(clock.used_at[brought_back_at[value]], next_start)
         next_start = starts[value] = end - _MARGIN * link.in_seconds(sizes[value])
     return starts
-
-
-class _Triggers:
-    """Finds the uses at which a tape can start a copy back: first takes of values that its own operations made."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._pass_of = {begin + i: which for which, (begin, one) in enumerate(trace.passes_at()) for i in one.made}
-        self._value_at: dict[int, int] = {}
-        seen: set[int] = set()
-        for index, use in enumerate(trace.uses):
-            if not use.is_release and use.value not in seen:
-                seen.add(use.value)
-                self._value_at[index] = use.value
-
-    def has(self, use: int, value: int) -> bool:
-        """Returns whether this use can start the copy of that value: both must belong to the same pass."""
-        taken = self._value_at.get(use)
-        return taken in self._pass_of and self._pass_of[taken] == self._pass_of.get(value)

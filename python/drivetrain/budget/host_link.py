@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,13 +32,6 @@ class HostLink:
 
     def in_seconds(self, num_bytes: int) -> float:
         return self.copy_seconds + num_bytes / self.in_bytes_per_second
-
-    def to_dict(self) -> dict[str, float]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> "HostLink":
-        return cls(**plain)
 
     def __str__(self) -> str:
         return (

@@ -112,9 +112,6 @@ class ChosenPolicy:
                     replayed[which].add(index)
         return needed, replayed
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "ChosenPolicy":
         copies = plain.get("copies")
@@ -198,11 +195,5 @@ def _with_copies(trace: Trace, budget_bytes: int, link: HostLink, price: float) 
 
 def _solved(trace: Trace, budget_bytes: int, cost_of: Callable[[int, int, float], float] | None) -> ChosenPolicy:
     solved = _C.activation_solve(*trace.for_solver(cost_of), budget_bytes)
-    return ChosenPolicy(
-        policy=solved["policy"],
-        peak_bytes=solved["peak_bytes"],
-        seconds=solved["seconds"],
-        bound_seconds=solved["bound_seconds"],
-        smallest_bytes=solved["smallest_bytes"],
-        is_feasible=solved["is_feasible"],
-    )
+    names = {one.name for one in dataclasses.fields(ChosenPolicy)} & solved.keys()
+    return ChosenPolicy(**{name: solved[name] for name in names})

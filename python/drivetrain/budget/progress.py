@@ -16,9 +16,8 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def showing() -> Iterator[None]:
-    """Shows what `tell` reports in this context. A nested context leaves that to the outer one."""
-    is_outermost = getattr(_of_thread, "line", None) is None
-    if not is_outermost or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+    """Shows what `tell` reports in this context."""
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         yield
         return
     line = _of_thread.line = _Line()

@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -35,17 +35,17 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, modules a
 PLAIN = (bool, int, float, str, type(None))  # the types of a module's attributes that planning restores
 
 
-class RandomStates:
-    """Torch's random states at construction."""
+def random_states() -> Callable[[], None]:
+    """Returns a function that restores torch's random states of now."""
+    of_cpu = torch.get_rng_state()
+    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
-    def __init__(self) -> None:
-        self._of_cpu = torch.get_rng_state()
-        self._of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    def restore() -> None:
+        torch.set_rng_state(of_cpu)
+        if of_cuda is not None:
+            torch.cuda.set_rng_state_all(of_cuda)
 
-    def restore(self) -> None:
-        torch.set_rng_state(self._of_cpu)
-        if self._of_cuda is not None:
-            torch.cuda.set_rng_state_all(self._of_cuda)
+    return restore
 
 
 class Undo:
@@ -54,7 +54,7 @@ class Undo:
     def __init__(self, model: nn.Module) -> None:
         grads = [(param, param.grad) for param in model.parameters()]
         self._grads = [(param, grad, None if grad is None else grad.clone()) for param, grad in grads]
-        self._random_states = RandomStates()
+        self._restore_random_states = random_states()
 
     def __call__(self) -> None:
         """Restores the state, and frees the reference cycles that a failed step left. Gradients keep their memory."""
@@ -63,7 +63,7 @@ class Undo:
             param.grad = grad
             if grad is not None and values is not None:
                 grad.detach().copy_(values)
-        self._random_states.restore()
+        self._restore_random_states()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -96,12 +96,16 @@ class ModelSnapshot:
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_inference()  # a step cannot write inference tensors
         ]
-        self._random_states = RandomStates()
+        self._restore_random_states = random_states()
 
     def restore(self) -> None:
         """Restores everything, and repeats a part that an interrupt ends, so that the model is always complete."""
         for step in (self._restore_calls, self.restore_values):
-            _run_to_end(step)
+            is_done = False
+            while not is_done:
+                with suppress(KeyboardInterrupt):
+                    step()
+                    is_done = True
 
     def restore_values(self) -> None:
         """Restores everything but the calls, which a plan has replaced."""
@@ -109,7 +113,7 @@ class ModelSnapshot:
             param.grad = grad
         for grad, version, values in self._views:
             _write(grad, version, values)
-        self._random_states.restore()
+        self._restore_random_states()
         for attributes, found in self._attributes:
             attributes.update(found)
         for buffers, name, buffer, version, values in self._buffers:
@@ -167,13 +171,3 @@ def _write(tensor: torch.Tensor, version: int, values: torch.Tensor) -> None:
     """Writes values without leaving a trace in the version counter."""
     tensor.detach().copy_(values)  # an interrupt might leave torch.no_grad() in force
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def _run_to_end(step: Callable[[], None]) -> None:
-    """Runs a function until it returns, however often KeyboardInterrupt ends it."""
-    while True:
-        try:
-            step()
-        except KeyboardInterrupt:
-            continue
-        return

@@ -21,20 +21,12 @@ _DOES_NOT_TRAIN = (
     "one training step on the model that was given, or on a wrapper of it. If it skips a batch that does not fit into "
     "memory, have it raise that error instead"
 )
-
+# A possible cause only, as Dynamo does not tell whether step_fn called a compiled function.
 _INSIDE_COMPILED = (
     ". If step_fn calls the model inside of a function that torch.compile made, its operations cannot be recorded. "
     "Compile the model (`model.compile()`, `torch.compile(model)`) or its blocks (`block.compile()`) instead of the "
     "function around it, and call activation_budget on that model"
 )
-
-
-def _does_not_train(has_no_pass: bool) -> str:
-    """Says why a profile has nothing to go by. Compiling is a possible cause only, as Dynamo does not tell whether
-    step_fn called a compiled function."""
-    return _DOES_NOT_TRAIN + (_INSIDE_COMPILED if has_no_pass and compiled.anything_is_compiled() else "")
-
-
 # A policy has one of these per value, or 1 + the index of a storage format.
 RECOMPUTE, SAVE = -1, 0
 # The storage formats of values besides the unchanged one: their names for users, and their numbers in the recorder.
@@ -87,33 +79,10 @@ class BackwardUse(NamedTuple):
     is_release: bool
 
 
-class SolverValue(NamedTuple):
-    """A value as `_C.activation_solve` takes it. `replaces` is as in TracedValue, counted over all passes.
-
-    `formats` has the bytes and the seconds of each storage format.
-    """
-
-    num_bytes: int
-    can_keep: bool
-    can_recompute: bool
-    replaces: int
-    formats: list[tuple[int, float]]
-
-
-class SolverOp(NamedTuple):
-    """An operation as `_C.activation_solve` takes it, with values that are counted over all passes."""
-
-    seconds: float
-    reads: list[int]
-    writes: list[int]
-
-
-class _OrderedUse(NamedTuple):
-    """A BackwardUse with its position among the uses of all passes of a recorder."""
-
-    value: int
-    is_release: bool
-    order: int
+# As `_C.activation_solve` takes them: bytes, can_keep, can_recompute, replaces, and the bytes and the seconds of each
+# storage format; seconds, reads and writes. Values are counted over all passes.
+_SolverValue = tuple[int, bool, bool, int, list[tuple[int, float]]]
+_SolverOp = tuple[float, list[int], list[int]]
 
 
 @dataclasses.dataclass
@@ -149,11 +118,6 @@ class Trace:
         """Yields each pass after the number of its first value."""
         begins = itertools.accumulate((len(one.values) for one in self.passes), initial=0)
         return zip(begins, self.passes, strict=False)
-
-    def peak_with_everything_kept(self) -> int:
-        """Returns the most bytes that backward has in memory where forward keeps all that can be kept."""
-        peak: int = _C.activation_simulate(*self.for_solver(), self.keeping_everything)["peak_bytes"]
-        return peak
 
     @property
     def keeping_everything(self) -> list[int]:
@@ -194,20 +158,21 @@ class Trace:
 
     def for_solver(
         self, seconds_of: Callable[[int, int, float], float] | None = None
-    ) -> tuple[list[SolverValue], list[SolverOp], list[BackwardUse]]:
+    ) -> tuple[list[_SolverValue], list[_SolverOp], list[BackwardUse]]:
         """Returns the values, operations and uses that `_C.activation_solve` takes. An operation before all others
         makes the values that autograd saves without a recorded operation having made them.
 
         Args:
             seconds_of: Maps a value, a storage format and its measured seconds to the seconds that the solver uses.
         """
-        values: list[SolverValue] = []
-        ops = [SolverOp(0.0, [], [])]
+        values: list[_SolverValue] = []
+        unmade: list[int] = []
+        ops: list[_SolverOp] = [(0.0, [], unmade)]
         for begin, one in self.passes_at():
             made = one.made
             for index, value in enumerate(one.values):
                 if index not in made:
-                    ops[0].writes.append(begin + index)
+                    unmade.append(begin + index)
                 base = value.replaces + begin if value.replaces >= 0 and index in made else -1
                 formats = [
                     (
@@ -217,14 +182,11 @@ class Trace:
                     for cost in value.formats
                 ]
                 can_recompute = value.can_recompute and index in made
-                values.append(SolverValue(value.num_bytes, value.can_keep, can_recompute, base, formats))
+                values.append((value.num_bytes, value.can_keep, can_recompute, base, formats))
             for op in one.ops:
                 reads, writes = ([begin + value for value in numbers] for numbers in (op.reads, op.writes))
-                ops.append(SolverOp(op.seconds or 0.0, reads, writes))
+                ops.append((op.seconds or 0.0, reads, writes))
         return values, ops, self.uses
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Trace":
@@ -271,21 +233,34 @@ def profile(
             "backward. Profile a part of the batch with the same part of the budget. Bytes grow with the batch, and "
             f"the plan holds for any batch size. ({first_line(error)})"
         ) from error
-    uses = [use for tape in tapes for use in tape.uses]
-    if not tapes or (uses and all(use.is_release for use in uses)):
-        raise RuntimeError(_does_not_train(not tapes))
-    trace = _joined(_largest(tapes), [name for name, _ in model.named_modules()])
-    return trace, trace.peak_with_everything_kept()
+    uses = [use for tape in tapes for use in tape["uses"]]
+    if not tapes or (uses and all(is_release for _, is_release, _ in uses)):
+        is_compiled = not tapes and compiled.anything_is_compiled()
+        raise RuntimeError(_DOES_NOT_TRAIN + (_INSIDE_COMPILED if is_compiled else ""))
+    tapes = _largest(tapes)
+    trace = Trace([_pass_of(tape) for tape in tapes], [], [name for name, _ in model.named_modules()])
+    begins = [begin for begin, _ in trace.passes_at()]
+    in_order = sorted(
+        (order, begin + value, is_release)
+        for begin, tape in zip(begins, tapes, strict=True)
+        for value, is_release, order in tape["uses"]
+    )
+    trace.uses = [BackwardUse(value, is_release) for _, value, is_release in in_order]
+    peak: int = _C.activation_simulate(*trace.for_solver(), trace.keeping_everything)["peak_bytes"]
+    return trace, peak
 
 
 def _profiled(
     model: nn.Module, step_fn: Callable[[], object], storage_formats: Sequence[int], pool: _C.OffloadPool | None
-) -> "list[_Tape]":
-    """Runs the step until backward recomputes the same values as forward, and returns its tapes."""
+) -> list[dict[str, Any]]:
+    """Runs the step until backward recomputes the same values as forward, and returns its tapes.
+
+    A tape has a pass, its "uses", and in "begin" the order of the first use that could belong to it.
+    """
     progress.tell("runs a step, and its forward once more, operation by operation")
     recorder = _C.ActivationRecorder(is_profile=True)
     recorder.set_formats(storage_formats, pool, 0)
-    with _Naming(model, recorder), Recording(model, recorder):
+    with Recording(model, recorder, names=True):
         for _ in range(_MOST_RUNS):
             try:
                 step_fn()
@@ -295,11 +270,8 @@ def _profiled(
             except BaseException:
                 recorder.abandon()  # the caller may still hold the graph
                 raise
-            if tapes is not None and not any(plain["has_failed"] for plain in tapes):  # step_fn may have caught it
-                return [
-                    _Tape(_pass_of(plain), [_OrderedUse(*use) for use in plain["uses"]], plain["begin"])
-                    for plain in tapes
-                ]
+            if tapes is not None and not any(tape["has_failed"] for tape in tapes):  # step_fn may have caught it
+                return tapes
             recorder.abandon()
             progress.tell("runs the step again: an operation returned other values in backward than in forward")
     raise RuntimeError(
@@ -325,50 +297,29 @@ def _pass_on_higher_order_operators() -> None:
 
 
 class Recording:
-    """Records every outermost forward pass of the model, as a context manager."""
+    """Records every outermost forward pass of the model, as a context manager.
 
-    def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
+    With `names`, it also tells the recorder which module calls each operation.
+    """
+
+    def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder, *, names: bool = False) -> None:
         _pass_on_higher_order_operators()
         self._recorder = recorder
         recorder.set_model(model)
-        self._call = _C.ActivationCall(recorder, model)
+        inside = compiled.regions_inside(model) if names else set()
+        named = [(index, module) for index, module in enumerate(model.modules()) if names and module not in inside]
+        self._calls = [_C.ActivationCall(recorder, module, index) for index, module in named]
+        self._calls.append(_C.ActivationCall(recorder, model))
 
     def __enter__(self) -> "Recording":
-        self._call.install()
+        for call in self._calls:
+            call.install()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._call.remove()
-        self._recorder.stop()
-
-
-class _Naming:
-    """Tells the recorder which module calls each operation, as a context manager."""
-
-    def __init__(self, model: nn.Module, recorder: _C.ActivationRecorder) -> None:
-        inside = compiled.regions_inside(model)
-        self._calls = [
-            _C.ActivationCall(recorder, module, index)
-            for index, module in enumerate(model.modules())
-            if module not in inside
-        ]
-
-    def __enter__(self) -> None:
-        for call in self._calls:
-            call.install()
-
-    def __exit__(self, *_: object) -> None:
-        for call in self._calls:
+        for call in reversed(self._calls):
             call.remove()
-
-
-@dataclasses.dataclass
-class _Tape:
-    """A pass as the recorder returns it. `begin` is the order of the first use that could belong to it."""
-
-    recorded: Pass
-    uses: list[_OrderedUse]
-    begin: int
+        self._recorder.stop()
 
 
 def _pass_of(plain: dict[str, Any]) -> Pass:
@@ -382,22 +333,13 @@ def _pass_of(plain: dict[str, Any]) -> Pass:
     )
 
 
-def _largest(tapes: Sequence[_Tape]) -> list[_Tape]:
+def _largest(tapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups passes that waited for backward together (micro-batches), and returns the group with the most bytes."""
-    groups: list[list[_Tape]] = []
+    groups: list[list[dict[str, Any]]] = []
     end = -1
-    for tape in sorted(tapes, key=operator.attrgetter("begin")):
-        if tape.begin > end:
+    for tape in sorted(tapes, key=operator.itemgetter("begin")):
+        if tape["begin"] > end:
             groups.append([])
         groups[-1].append(tape)
-        end = max([end, *(use.order for use in tape.uses)])
-    return max(groups, key=lambda group: sum(value.num_bytes for tape in group for value in tape.recorded.values))
-
-
-def _joined(tapes: list[_Tape], modules: list[str]) -> Trace:
-    trace = Trace([tape.recorded for tape in tapes], [], modules)
-    uses: list[_OrderedUse] = []
-    for (begin, _), tape in zip(trace.passes_at(), tapes, strict=True):
-        uses += [use._replace(value=begin + use.value) for use in tape.uses]
-    trace.uses = [BackwardUse(use.value, use.is_release) for use in sorted(uses, key=operator.attrgetter("order"))]
-    return trace
+        end = max([end, *(order for _, _, order in tape["uses"])])
+    return max(groups, key=lambda group: sum(num_bytes for tape in group for num_bytes, *_ in tape["values"]))

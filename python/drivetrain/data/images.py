@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..memory import bytes_of
+from .over_dataset import position_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,15 +76,10 @@ class CachedImages(Dataset[tuple[Any, Any]]):
         if height < 1 or width < 1:
             raise ValueError(f"size is {size!r}, expected height and width of 1 or more")
         self.height, self.width, self.transform = height, width, transform
-        self.num_cached = min(
-            len(self.samples), bytes_of(limit, self._whole(height, width), "limit") // (height * width * 3 + 4)
-        )
-        self.file = self._cache_file(Path(folder) if folder is not None else _default_folder())
+        slot = height * width * 3 + 4  # bytes of an image with its checksum
+        self.num_cached = min(len(self.samples), bytes_of(limit, len(self.samples) * slot, "limit") // slot)
+        self.file = self._cache_file(Path(folder or Path(tempfile.gettempdir()) / f"drivetrain-images-{os.getuid()}"))
         self._open()
-
-    def _whole(self, height: int, width: int) -> int:
-        """Returns the bytes of a file of all images, each with its checksum."""
-        return len(self.samples) * (height * width * 3 + 4)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -95,9 +91,7 @@ class CachedImages(Dataset[tuple[Any, Any]]):
             IndexError: There is no such sample.
             OSError: The file is not an image that Pillow reads.
         """
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"index is {index}, expected {-len(self)} to {len(self) - 1}")
+        position = position_of(index, len(self))
         file, label = self.samples[position]
         image = torch.from_numpy(self._pixels(position, file)).permute(2, 0, 1)
         return image if self.transform is None else self.transform(image), label
@@ -133,12 +127,10 @@ class CachedImages(Dataset[tuple[Any, Any]]):
     def _open(self) -> None:
         import numpy as np
 
-        shape = (self.num_cached, self.height, self.width, 3)
-        num_pixel_bytes = self.num_cached * self.height * self.width * 3
         self._verified: set[int] = set()
         if self.num_cached == 0:
             return
-        num_bytes = num_pixel_bytes + 4 * self.num_cached
+        num_bytes = (self.height * self.width * 3 + 4) * self.num_cached
         if not self.file.exists():
             _create(self.file, num_bytes)
         if self.file.stat().st_size != num_bytes:
@@ -147,7 +139,7 @@ class CachedImages(Dataset[tuple[Any, Any]]):
         # numpy.memmap of slices is slow; a plain array over the same memory is not.
         plain = np.asarray(whole)
         self._checksums = plain[: 4 * self.num_cached].view(np.uint32)
-        self._slots = plain[4 * self.num_cached :].reshape(shape)
+        self._slots = plain[4 * self.num_cached :].reshape(self.num_cached, self.height, self.width, 3)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_slots", "_checksums")}
@@ -200,7 +192,3 @@ def _samples_of(root: Path) -> tuple[list[str], list[tuple[Path, Any]]]:
         if file.suffix.lower() in _SUFFIXES
     ]
     return classes, samples
-
-
-def _default_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"drivetrain-images-{os.getuid()}"

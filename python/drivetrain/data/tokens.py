@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .over_dataset import position_of
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -128,9 +130,7 @@ class TokenShards(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             IndexError: There is no such window.
         """
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"index is {index}, expected {-len(self)} to {len(self) - 1}")
+        position = position_of(index, len(self))
         which = bisect.bisect_right(self._ends, position)
         first = (position - (self._ends[which - 1] if which else 0)) * self.block_size
         window = torch.from_numpy(self._arrays[which][first : first + self.block_size + 1].astype("int64"))

@@ -22,14 +22,14 @@ from ..ddp import nccl_ras
 from ..ddp.control_block import ControlBlock, connection_to_store, host_name
 from ..memory import host_memory
 from ..optim.statistics import StepStatistics
-from ..phases import LABELS
+from ..phases import LABELS, PHASES
 from ..threads import Thread, settle_on_device
 from .advice import Setup, advise
 from .hangs import Hang, HangWatch
 from .places import Places
 from .progress import Progress
 from .stragglers import Exchange, Straggler
-from .stream import Event, Stream, event, step_event
+from .stream import Event, Stream, event
 from .summary import Summary
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
@@ -203,11 +203,24 @@ class Collector:
                 "monitor: times are of the host, and CUDA runs behind it. A phase shows when work was enqueued or "
                 "waited for, not when the GPU did it"
             )
-        samples, seconds = self._samples_of(account.step), account.wall_ns * 1e-9
+        samples = self._samples_of(account.step)
         self.total_ns += account.wall_ns
         if account.is_complete:
             self.attributed_ns += sum(account.phase_ns)
-        step = step_event(account, self._rank, samples, self._rates_of(account.step, samples, seconds))
+        # A division rounds to the number that prints with nine decimals; a product prints with up to 17 digits.
+        wall_s = account.wall_ns / 1e9
+        step = event(
+            "step",
+            self._rank,
+            account.step,
+            wall_s=wall_s,
+            phases={name: ns / 1e9 for name, ns in zip(PHASES, account.phase_ns, strict=True)},
+            forwards=account.num_forwards,
+            complete=account.is_complete,
+            samples=samples,
+            samples_per_s=samples / wall_s if samples and wall_s else None,
+            **self._rates_of(account.step, samples, wall_s),
+        )
         self.summary.take(step)
         if self._exchange is not None and account.is_complete:
             self._exchange.add(step["phases"])

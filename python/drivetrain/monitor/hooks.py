@@ -38,18 +38,20 @@ def attach(
         _C.trace_end(_OPTIMIZER)
         on_optimizer_step(optimizer)
 
-    handles: list[Any] = []
+    stack = ExitStack()
+
+    def register(before: Callable[..., Any], begin: int, after: Callable[..., Any], end: Callable[..., None]) -> None:
+        stack.callback(before(lambda *_: _C.trace_begin(begin)).remove)
+        stack.callback(after(end).remove)
+
     if model is not None:
-        handles += [
-            model.register_forward_pre_hook(lambda *_: _C.trace_begin(_FORWARD)),
-            # always_call: the phase must end if forward raises.
-            model.register_forward_hook(lambda *_: _C.trace_end(_FORWARD), always_call=True),
-        ]
-    registers = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
-    if optimizers is not None:
-        registers = [(one.register_step_pre_hook, one.register_step_post_hook) for one in optimizers]
-    for before, after in registers:
-        handles += [before(lambda *_: _C.trace_begin(_OPTIMIZER)), after(end_optimizer)]
+        # always_call: the phase must end if forward raises.
+        end_forward = functools.partial(model.register_forward_hook, always_call=True)
+        register(model.register_forward_pre_hook, _FORWARD, end_forward, lambda *_: _C.trace_end(_FORWARD))
+    if optimizers is None:
+        register(register_optimizer_step_pre_hook, _OPTIMIZER, register_optimizer_step_post_hook, end_optimizer)
+    for one in optimizers or ():
+        register(one.register_step_pre_hook, _OPTIMIZER, one.register_step_post_hook, end_optimizer)
     plain = torch.autograd.backward
 
     @functools.wraps(plain)
@@ -60,15 +62,12 @@ def attach(
         finally:
             _C.trace_end(_BACKWARD)
 
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
+    def restore() -> None:
         if torch.autograd.backward is backward:  # other code may have replaced it since
             torch.autograd.backward = plain
 
     torch.autograd.backward = backward
-    stack = ExitStack()
-    stack.callback(detach)
+    stack.callback(restore)
     return stack
 
 

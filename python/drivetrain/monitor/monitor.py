@@ -111,6 +111,7 @@ class Monitor:
         self._count = count or first_dimension
         self._sinks = make_sinks(to, self._rank)
         self._shows_progress = progress and self._rank == 0
+        self._progress_kind: str | None = None
         self._progress: Progress | None = None
         self._hooks = ExitStack()
         self._reader: _C.TraceReader | None = None
@@ -137,7 +138,7 @@ class Monitor:
         self._reader = _C.TraceReader(sees_forwards=self._model is not None)
         try:
             self._stream = Stream(self._sinks)
-            self._progress = self._make_progress() if self._shows_progress else None
+            self._progress = Progress(self._progress_kind) if self._shows_progress else None
             self._follow(self._device)
             self._collector = Collector(
                 self._reader,
@@ -410,9 +411,6 @@ class Monitor:
             num_cores=len(os.sched_getaffinity(0)),
             sees_loader=self._has_loader,
         )
-
-    def _make_progress(self) -> Progress:
-        return Progress()
 
     def _run_event(self) -> dict[str, Any]:
         return event(

@@ -72,7 +72,10 @@ class Progress:
         self._shown_at = time.monotonic()
         if self.kind == "live":
             self._live = self._live or _LastLine(self._file)
-            self._live.show(self._bar_and_text())
+            batch, batches = self._place
+            done = min(_BAR_WIDTH * batch // batches, _BAR_WIDTH) if batches else 0
+            bar = f"{'━' * done}{'┄' * (_BAR_WIDTH - done)} " if batches else ""
+            self._live.show(bar + self.text())
         elif self.kind == "notebook":
             self._cell = self._cell or _WidgetCell()
             self._cell.show(self.text(), *self._place)
@@ -84,12 +87,6 @@ class Progress:
         self.show(is_last=True)
         if self._live is not None:
             self._live.close()
-
-    def _bar_and_text(self) -> str:
-        batch, batches = self._place
-        done = min(_BAR_WIDTH * batch // batches, _BAR_WIDTH) if batches else 0
-        bar = f"{'━' * done}{'┄' * (_BAR_WIDTH - done)} " if batches else ""
-        return bar + self.text()
 
 
 class _LastLine:

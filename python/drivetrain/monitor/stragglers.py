@@ -42,21 +42,18 @@ class Straggler:
     excess: float
 
 
-def own_time(phases: Mapping[str, float]) -> float:
-    """Returns the seconds of a step in which the rank worked: all phases but waiting for other ranks."""
-    return sum(phases[name] for name in _OWN)
-
-
 def profile_of(steps: Sequence[Mapping[str, float]]) -> Profile | None:
     """Returns the medians of a rank's last `WINDOW` steps, given by their seconds by phase; None with fewer."""
     if len(steps) < WINDOW:
         return None
     window = steps[-WINDOW:]
-    times = [own_time(step) for step in window]
+    times = [sum(step[name] for name in _OWN) for step in window]
     own_s = statistics.median(times)
+    # The standard error of the median, from the median absolute deviation: outliers do not widen it.
+    deviation = statistics.median(abs(each - own_s) for each in times)
     return {
         "own_s": own_s,
-        "error_s": _standard_error(times, own_s),
+        "error_s": 1.4826 * 1.2533 * deviation / math.sqrt(WINDOW),
         "phases": {phase: statistics.median(step[phase] for step in window) for phase in _OWN},
     }
 
@@ -84,12 +81,6 @@ def find_straggler(profiles: Mapping[int, Profile]) -> Straggler | None:
         for phase, seconds in profiles[slow]["phases"].items()
     }
     return Straggler(slow, max(lost, key=lambda phase: lost[phase]), excess / normal)
-
-
-def _standard_error(values: Sequence[float], center: float) -> float:
-    """Returns the standard error of the median, from the median absolute deviation: outliers do not widen it."""
-    deviation = statistics.median(abs(value - center) for value in values)
-    return 1.4826 * 1.2533 * deviation / math.sqrt(len(values))
 
 
 class Exchange:

@@ -11,11 +11,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from .. import _C
-from ..phases import PHASES
 from ..threads import Thread
 
 Event = dict[str, Any]
@@ -30,24 +28,6 @@ def event(kind: str, rank: int, step: int, **fields: Any) -> Event:
     `step` is the number of the last step that has ended, from 1; 0 before the first.
     """
     return {"v": VERSION, "type": kind, "time": time.time(), "rank": rank, "step": step, **fields}
-
-
-def step_event(account: _C.StepAccount, rank: int, samples: int, rates: Mapping[str, float | None]) -> Event:
-    """Returns the event of a step with its samples on this rank, and with "mfu" and "hfu", where they are known."""
-    # A division rounds to the number that prints with nine decimals; a product with 1e-9 prints with up to 17 digits.
-    wall_s = account.wall_ns / 1e9
-    return event(
-        "step",
-        rank,
-        account.step,
-        wall_s=wall_s,
-        phases={name: ns / 1e9 for name, ns in zip(PHASES, account.phase_ns, strict=True)},
-        forwards=account.num_forwards,
-        complete=account.is_complete,
-        samples=samples,
-        samples_per_s=samples / wall_s if samples and wall_s else None,
-        **rates,
-    )
 
 
 class Sink(ABC):

@@ -60,7 +60,13 @@ class Summary:
             if self._num_warm_up < _WARM_UP:
                 self._num_warm_up += 1
             elif not event.get("counted_flops"):
-                self._add(event)
+                self.num_steps += 1
+                self.wall_s += event["wall_s"]
+                self.samples += event["samples"]
+                self._walls.append(event["wall_s"])
+                for phase in LABELS:
+                    self.phase_s[phase] += event["phases"][phase]
+                self.mfu, self.hfu = event.get("mfu"), event.get("hfu")
         elif event["type"] in ("advice", "straggler", "hang"):
             self._texts[event["type"], event["phase"]] = event["text"]
             if event["type"] == "straggler":  # the network is not what the others wait for
@@ -78,15 +84,6 @@ class Summary:
     def notes(self) -> list[str]:
         """Returns the advice, the slow rank, and the number of dropped events."""
         return list(self._texts.values())
-
-    def _add(self, event: Event) -> None:
-        self.num_steps += 1
-        self.wall_s += event["wall_s"]
-        self.samples += event["samples"]
-        self._walls.append(event["wall_s"])
-        for phase in LABELS:
-            self.phase_s[phase] += event["phases"][phase]
-        self.mfu, self.hfu = event.get("mfu"), event.get("hfu")
 
     def share(self, phase: str) -> float:
         """Returns the share of a phase in the time of the steps, 0 to 1."""

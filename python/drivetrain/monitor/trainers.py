@@ -5,14 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from .hooks import replace_iterations
 from .monitor import Monitor
-from .progress import Progress
 from .stream import Sink
 from .summary import Summary
 
@@ -27,7 +25,6 @@ class TrainerMonitor(Monitor):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._undo = ExitStack()  # of all that was replaced
         self._process = 0  # in which it runs; 0: it does not
         self._error: BaseException | None = None
 
@@ -48,7 +45,6 @@ class TrainerMonitor(Monitor):
             return
         self._process = 0
         atexit.unregister(self.finish)
-        self._undo.close()
         if self._num_batches:
             self._end_batches()
         self.__exit__(type(self._error) if self._error is not None else None, self._error, None)
@@ -59,7 +55,7 @@ class TrainerMonitor(Monitor):
 
     def call_at_end(self, restore: Callable[[], None]) -> None:
         """Calls a function when the monitor ends, which undoes what a callback has replaced."""
-        self._undo.callback(restore)
+        self._hooks.callback(restore)
 
 
 class TrainerMonitorCallback:
@@ -107,6 +103,7 @@ class ScriptMonitor(TrainerMonitor):
     def __init__(self, to: Sequence[str | Sink], progress: bool = True) -> None:
         super().__init__(to=to, flops=None, progress=progress)
         self._optimizers = None
+        self._progress_kind = "lines"  # a live line would disturb the script's own
 
     def start(self) -> None:
         """Begins, and ends when the process does."""
@@ -117,6 +114,3 @@ class ScriptMonitor(TrainerMonitor):
             return iter(self._batches(loader, lambda: plain(loader)))
 
         DataLoader.__iter__ = marked  # type: ignore[method-assign, assignment]
-
-    def _make_progress(self) -> Progress:
-        return Progress("lines")  # a live line would disturb the script's own

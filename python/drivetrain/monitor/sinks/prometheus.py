@@ -52,7 +52,7 @@ class Prometheus(Sink):
             raise ValueError(f"port is {port}, expected 1 to 65535")
         if (certfile is None) != (keyfile is None):
             raise ValueError("certfile and keyfile belong together, and only one of them is given: pass both")
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
         self.name = f"prometheus:{port}"
         self._port, self._host = port + int(os.environ.get("LOCAL_RANK", "0")), host
@@ -75,50 +75,8 @@ class Prometheus(Sink):
         self._server.RequestHandlerClass.timeout = 10  # type: ignore[attr-defined]  # an idle connection holds no thread
         if isinstance(self._server.socket, ssl.SSLSocket):
             vars(self._server.socket)["do_handshake_on_connect"] = False  # nor the one that accepts connections
-        self._metrics = _Metrics(registry)
 
-    @property
-    def url(self) -> str:
-        """The address that Prometheus scrapes."""
-        scheme = "https" if isinstance(self._server.socket, ssl.SSLSocket) else "http"
-        return f"{scheme}://{self._host}:{self._port}/metrics"
-
-    def write(self, event: Event) -> None:
-        """Updates the metrics."""
-        self._metrics.take(event)
-
-    def close(self) -> None:
-        """Stops answering and frees the port."""
-        self._server.shutdown()
-        self._thread.join(5)
-        self._server.server_close()
-
-
-def _note_error(request: Any, address: Any) -> None:
-    _logger.debug("monitor: a request of %s to the exporter failed", address, exc_info=True)
-
-
-def _with_token(app: Callable[..., Any], token: str | None) -> Callable[..., Any]:
-    if token is None:
-        return app
-    expected = f"Bearer {token}".encode()
-
-    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
-        if hmac.compare_digest(given, expected):
-            return app(environ, start_response)
-        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
-        return [b"a bearer token is required\n"]
-
-    return checked
-
-
-class _Metrics:
-    """The metrics of one rank. Names carry base units, as Prometheus recommends."""
-
-    def __init__(self, registry: Any) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
-
+        # Names carry base units, as Prometheus recommends.
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
             return Gauge(f"drivetrain_{name}", text, ("rank", *labels), registry=registry)
 
@@ -143,8 +101,14 @@ class _Metrics:
         self._excess = gauge("straggler_excess_ratio", "Excess of a straggler's step over the others'", ("phase",))
         self._dropped = gauge("dropped_events", "Events that a sink has not taken", ("sink",))
 
-    def take(self, event: Event) -> None:
-        """Updates the metrics from one event."""
+    @property
+    def url(self) -> str:
+        """The address that Prometheus scrapes."""
+        scheme = "https" if isinstance(self._server.socket, ssl.SSLSocket) else "http"
+        return f"{scheme}://{self._host}:{self._port}/metrics"
+
+    def write(self, event: Event) -> None:
+        """Updates the metrics."""
         rank = str(event["rank"])
         if event["type"] == "step":
             self._step_seconds.labels(rank).observe(event["wall_s"])
@@ -171,3 +135,28 @@ class _Metrics:
                 self._dropped.labels(rank, name).set(count)
         elif event["type"] == "straggler":
             self._excess.labels(str(event["slow_rank"]), event["phase"]).set(event["excess"])
+
+    def close(self) -> None:
+        """Stops answering and frees the port."""
+        self._server.shutdown()
+        self._thread.join(5)
+        self._server.server_close()
+
+
+def _note_error(request: Any, address: Any) -> None:
+    _logger.debug("monitor: a request of %s to the exporter failed", address, exc_info=True)
+
+
+def _with_token(app: Callable[..., Any], token: str | None) -> Callable[..., Any]:
+    if token is None:
+        return app
+    expected = f"Bearer {token}".encode()
+
+    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
+        if hmac.compare_digest(given, expected):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"a bearer token is required\n"]
+
+    return checked

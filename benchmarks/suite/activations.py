@@ -13,11 +13,11 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from drivetrain.bench.measure import Row, interleaved, keep_freed_memory, ratio_of_medians
+from drivetrain.bench.measure import Row, interleaved, ratio_of_medians
 from drivetrain.budget import ActivationPlan, activation_budget
 
 from . import activation_batches, activation_paths, activation_regions, activation_rivals
-from .activation_memory import allocated, peak_of_alive
+from .activation_memory import allocated, keep_freed_memory, peak_of_alive
 from .activation_models import GPT, VOCABULARY, ModelCase, cases, children_of, num_cases
 
 REGIONS = activation_regions.REGIONS

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from drivetrain import __version__
-from drivetrain.bench import comm, ddp
 from drivetrain.bench.measure import Row, print_table
 
-from . import accumulate, activations, activations_compiled, end_to_end, host, large, optim_gpu, repeats
+from . import accumulate, activations, activations_compiled, end_to_end, host, large, optim_gpu, ranks_gpu, repeats
 
 # Yields rows as they are measured; takes the device, the rounds, and True for a dry run with tiny sizes.
 Measurement = Callable[[torch.device, int, bool], Iterator[Row]]
@@ -21,8 +20,8 @@ MEASUREMENTS: dict[str, tuple[str, Measurement]] = {
     "optim": ("Optimizer steps, against torch's fused and foreach", optim_gpu.run_steps),
     "tail": ("The tail of a step, against torch's four calls", optim_gpu.run_tails),
     "rivals": ("Optimizer steps of 1.3 B parameters, against FlashAdamW", optim_gpu.run_rivals),
-    "ddp": ("DistributedDataParallel, against torch's", ddp.run_gpu),
-    "comm": ("All-reduce, against the process group's", comm.run_gpu),
+    "ddp": ("DistributedDataParallel, against torch's", ranks_gpu.run_ddp),
+    "comm": ("All-reduce, against the process group's", ranks_gpu.run_comm),
     "accumulate": (
         f"Gradient accumulation of GPT-2 124M's linear layers, {accumulate.MICRO_STEPS} micro-steps",
         accumulate.run_gpu,

@@ -1,10 +1,9 @@
-"""Measures all-reduce between ranks of one host: shared memory and the bfloat16 wire against gloo, and on GPUs our NCCL
-transport against the process group."""
+"""Measures all-reduce between ranks of one host: shared memory and the bfloat16 wire against gloo."""
 
 import functools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from rich.progress import track
 from .. import _C
 from ..ddp import transport
 from .measure import Row, interleaved, ratio_row
-from .ranks import BACKENDS, RANKS, device_of, meet, on_ranks, slowest
+from .ranks import RANKS, device_of, meet, on_ranks, slowest
 
 # name, number of fp32 elements, and the targeted speedup
 CASES = (
@@ -24,7 +23,6 @@ CASES = (
     ("25 MiB", 25 << 18, 5.0),
 )
 WIRE_NUMEL = 25 << 18
-GPU_CASES = (("1 KiB", 256), ("1 MiB", 256 << 10), ("25 MiB", 25 << 18), ("256 MiB", 64 << 20))
 BOUND_NUMEL, BOUND_CALLS = 256, 1000  # of 1 KiB, without a pause
 BOUND_TARGET_US = 1.8
 
@@ -36,23 +34,11 @@ def run(rounds: int) -> list[Row]:
     """Returns rows of times and bandwidths per size. Raises RuntimeError if a timed all-reduce gives a wrong sum."""
     rows = []
     for what, numel, target in track(CASES, description="all-reduce", transient=True):
-        rows += _rows(what, numel, target, on_ranks(functools.partial(_measure, "cpu", numel, rounds)))
+        rows += rows_of(what, numel, target, on_ranks(functools.partial(measure, "cpu", numel, rounds)))
     gloo_s, hook_s, ours_s = on_ranks(functools.partial(_measure_wire, rounds))
     what = "all-reduce of 25 MiB fp32 over loopback, bf16 on the wire, result checked"
     rows.append(ratio_row(what, gloo_s, ours_s, unit="us"))
     return [*rows, ratio_row("  against torch's bf16 hook", hook_s, ours_s, unit="us")]
-
-
-def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Yields rows per size with one rank per GPU. On a single GPU, two ranks share it if NCCL permits. They communicate
-    through sockets then, so the rows show the cost of a call but not a bandwidth."""
-    num_gpus = torch.cuda.device_count()
-    ranks = max(num_gpus, 2)
-    where = f"between {ranks} GPUs" if num_gpus > 1 else "between 2 ranks of one GPU, through sockets"
-    for what, numel in GPU_CASES[:1] if is_dry else GPU_CASES:
-        measure = functools.partial(_measure, device.type, numel, rounds)
-        times = on_ranks(measure, count=ranks, backend=BACKENDS[device.type])
-        yield from _rows(f"{what} {where},", numel, None, times, ranks)
 
 
 def run_bound(rounds: int) -> list[Row]:
@@ -74,7 +60,7 @@ def run_bound(rounds: int) -> list[Row]:
     return rows
 
 
-def _measure(device_type: str, numel: int, rounds: int) -> list[list[float]]:
+def measure(device_type: str, numel: int, rounds: int) -> list[list[float]]:
     """Returns the seconds of the process group, and of shared memory or of our NCCL transport, per round."""
     device = device_of(device_type)
     comm = _comm("nccl" if device_type == "cuda" else "shm", device)
@@ -164,7 +150,8 @@ def _timed(calls: Sequence[_Call], own: torch.Tensor, rounds: int, device: torch
     return slowest(times)
 
 
-def _rows(what: str, numel: int, target: float | None, times: list[list[float]], num_ranks: int = RANKS) -> list[Row]:
+def rows_of(what: str, numel: int, target: float | None, times: list[list[float]], num_ranks: int = RANKS) -> list[Row]:
+    """Returns rows of the times, the bandwidth and the bandwidth per link of all-reduces of `numel` elements."""
     torch_s, ours_s = times
     least = round(1 / target, 3) if target else None
     row = ratio_row(f"all-reduce of {what} fp32, result checked", torch_s, ours_s, least, unit="us")

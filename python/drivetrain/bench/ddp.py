@@ -7,7 +7,7 @@ import gc
 import importlib
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from ..ddp.distributed import DistributedDataParallel
 from . import comm
 from .measure import Row, interleaved, ratio_row
-from .ranks import BACKENDS, device_of, meet, on_ranks, slowest
+from .ranks import meet, on_ranks, slowest
 from .shapes import gpt2_124m
 
 MIB = 2**20
@@ -40,18 +40,7 @@ def run(rounds: int) -> list[Row]:
     return rows + comm.run_bound(rounds)
 
 
-def run_gpu(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
-    """Yields rows with one rank per GPU. On a single GPU, they show the cost of the wrappers without communication."""
-    ranks = max(torch.cuda.device_count(), 1)
-    where = "one GPU" if ranks == 1 else f"{ranks} GPUs"
-    measure = functools.partial(_gpu_times, device.type, rounds, is_dry)
-    for what, (plain, theirs, ours) in on_ranks(measure, count=ranks, backend=BACKENDS[device.type]).items():
-        yield ratio_row(f"{what}, {where}", theirs, ours)
-        added = [[b - a for a, b in zip(plain, wrapped, strict=True)] for wrapped in (theirs, ours)]
-        yield Row("  beyond no DDP", "ms", *(1e3 * statistics.median(seconds) for seconds in added))
-
-
-class _Products(nn.Module):
+class Products(nn.Module):
     """Has parameters whose gradients are the inputs. Backward is cheap, so the cost of a wrapper is visible."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
@@ -65,7 +54,10 @@ class _Products(nn.Module):
 def _wrap(engine: str, module: nn.Module) -> nn.Module:
     if engine == "plain":
         return module
-    return nn.parallel.DistributedDataParallel(module) if engine == "torch" else DistributedDataParallel(module)
+    if engine == "torch":
+        return nn.parallel.DistributedDataParallel(module)
+    is_on_gpu = any(param.is_cuda for param in module.parameters())
+    return DistributedDataParallel(module, transport="nccl" if is_on_gpu else "auto")
 
 
 def _memory(engine: str) -> dict[str, float]:
@@ -75,7 +67,7 @@ def _memory(engine: str) -> dict[str, float]:
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 128 * 1024)
     # torch's class imports this module (about 75 MiB). Every figure includes it, because a wrapper does not need it.
     importlib.import_module("torch._dynamo")
-    model = _wrap(engine, _Products(gpt2_124m()))
+    model = _wrap(engine, Products(gpt2_124m()))
     sizes = [p.nbytes for p in model.parameters()]
 
     def step() -> None:
@@ -157,24 +149,11 @@ def _memory_rows(memory: dict[str, dict[str, float]]) -> list[Row]:
 
 
 def _small_parameters(rounds: int) -> list[list[float]]:
-    """Returns the seconds of backward with 1,000 parameters of 64 elements, as `_times` does."""
-    return _times(_Products([(64,)] * 1000), torch.randn(64), rounds, only_backward=True)
+    """Returns the seconds of backward with 1,000 parameters of 64 elements, as `times_of` does."""
+    return times_of(Products([(64,)] * 1000), torch.randn(64), rounds, only_backward=True)
 
 
-def _gpu_times(device_type: str, rounds: int, is_dry: bool) -> dict[str, list[list[float]]]:
-    """Returns per case the seconds of forward and backward without a wrapper, with torch's and with ours, per round."""
-    device = device_of(device_type)
-    width, layers, time_steps = (48, 1, 16) if is_dry else (768, 12, 512)
-    tokens = torch.randint(0, 256, (8, time_steps + 1), device=device)
-    small = _Products([(64,)] * (10 if is_dry else 1000))
-    cases: dict[str, tuple[nn.Module, torch.Tensor]] = {
-        "forward and backward, GPT of 85 M in fp32": (_GPT(width, layers, time_steps), tokens),
-        "forward and backward, 1,000 parameters of 64": (small, torch.randn(64, device=device)),
-    }
-    return {what: _times(module.to(device), x, rounds) for what, (module, x) in cases.items()}
-
-
-def _times(
+def times_of(
     module: nn.Module, x: torch.Tensor, rounds: int, *, only_backward: bool = False, keeps: bool = False
 ) -> list[list[float]]:
     """Returns the seconds of forward and backward without a wrapper, with torch's and with ours.
@@ -227,4 +206,4 @@ class _GPT(nn.Module):
 def _exposed_communication(rounds: int, keeps: bool) -> list[list[float]]:
     module = _GPT()
     module._ddp_params_and_buffers_to_ignore = ["mask"]  # type: ignore[assignment]  # constant, so not broadcast
-    return _times(module, torch.randint(0, 256, (1, 17)), rounds, keeps=keeps)
+    return times_of(module, torch.randint(0, 256, (1, 17)), rounds, keeps=keeps)

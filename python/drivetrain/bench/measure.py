@@ -1,7 +1,6 @@
 """Times calls in interleaved pairs, and prints the table of ratios."""
 
 import contextlib
-import ctypes
 import gc
 import json
 import math
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from .. import _C, __version__
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_RESAMPLES = 2000
 
 
 @dataclass
@@ -88,14 +87,6 @@ def small_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for the rest of this process. By default, large blocks return to the system and are
-    mapped again page by page. That costs every side the same time, and varies by more than the measured differences."""
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
 class Timer:
     """Times the body of each `with`, by the host's clock or by events in the device's current stream."""
 
@@ -125,27 +116,25 @@ class Timer:
         return self._seconds + [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
 
 
-def median_interval(values: Sequence[float], resamples: int = 2000) -> tuple[float, float, float]:
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Returns the median and the ends of its 95 % percentile-bootstrap interval (fixed seed)."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(resamples))
-    return statistics.median(values), medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
+    return _interval(lambda chosen: statistics.median(values[i] for i in chosen), len(values))
 
 
-def ratio_of_medians(
-    below: Sequence[float], above: Sequence[float], resamples: int = 2000
-) -> tuple[float, float, float]:
+def ratio_of_medians(below: Sequence[float], above: Sequence[float]) -> tuple[float, float, float]:
     """Returns median(above) / median(below) and the ends of its 95 % bootstrap interval, for values that may be near
     zero."""
+
+    def ratio(chosen: Sequence[int]) -> float:
+        return _ratio(statistics.median(above[i] for i in chosen), statistics.median(below[i] for i in chosen))
+
+    return _interval(ratio, len(below))
+
+
+def _interval(statistic: Callable[[Sequence[int]], float], count: int) -> tuple[float, float, float]:
     rng = random.Random(0)
-    indices = range(len(below))
-    ratios = []
-    for _ in range(resamples):
-        chosen = rng.choices(indices, k=len(below))
-        ratios.append(_ratio(statistics.median(above[i] for i in chosen), statistics.median(below[i] for i in chosen)))
-    ratios.sort()
-    ratio = _ratio(statistics.median(above), statistics.median(below))
-    return ratio, ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples)]
+    found = sorted(statistic(rng.choices(range(count), k=count)) for _ in range(_RESAMPLES))
+    return statistic(range(count)), found[int(0.025 * _RESAMPLES)], found[int(0.975 * _RESAMPLES)]
 
 
 def _ratio(above: float, below: float) -> float:

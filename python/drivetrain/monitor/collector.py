@@ -10,9 +10,9 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,15 @@ from ..memory import host_memory
 from ..optim.statistics import StepStatistics
 from ..phases import LABELS, PHASES
 from ..threads import Thread, settle_on_device
-from .advice import Setup, advise
+from .advice import advise
 from .hangs import Hang, HangWatch
 from .places import Places
-from .progress import Progress
 from .stragglers import Exchange, Straggler
 from .stream import Event, Stream, event
 from .summary import Summary
+
+if TYPE_CHECKING:
+    from .monitor import Monitor
 
 OUTSIDE = -1  # number of a step that is none: the time between epochs, and evaluations
 # A look at the trace finds cold caches, which costs more than the steps that it takes: as few looks as the ring allows.
@@ -72,27 +74,9 @@ def system_values(device: torch.device) -> dict[str, float]:
 
 
 class Collector:
-    """Turns accounts of steps into events, in a thread that the training does not wait for.
+    """Turns accounts of a monitor's steps into events, in a thread that the training does not wait for."""
 
-    Args:
-        samples_of: Takes the number of a step and returns its samples.
-        rates_of: Takes number, samples and seconds of a step and returns "mfu", "hfu" and "counted_flops".
-        place: Returns the position in the epoch, for the progress line.
-    """
-
-    def __init__(
-        self,
-        reader: _C.TraceReader,
-        stream: Stream,
-        rank: int,
-        samples_of: Callable[[int], int],
-        rates_of: Callable[[int, int, float], dict[str, float | None]],
-        setup: Callable[[], Setup],
-        place: Callable[[], tuple[int, int]],
-        device: torch.device,
-        hangs: HangWatch,
-        progress: Progress | None,
-    ) -> None:
+    def __init__(self, monitor: Monitor, reader: _C.TraceReader, stream: Stream, hangs: HangWatch) -> None:
         self.summary = Summary()
         self.advice: dict[str, str] = {}
         self.straggler: Straggler | None = None
@@ -102,16 +86,14 @@ class Collector:
         self.num_steps = 0
         self.attributed_ns = 0  # of all steps with complete accounts
         self.total_ns = 0  # of all steps
-        self._reader, self._stream, self._rank = reader, stream, rank
-        self._samples_of, self._rates_of, self._setup, self._place = samples_of, rates_of, setup, place
-        self._hangs, self._progress = hangs, progress
-        self.device = device
+        self._monitor, self._reader, self._stream, self._hangs = monitor, reader, stream, hangs
+        self._rank, self._progress = monitor._rank, monitor._progress
         # From the time at which several ranks are connected.
         self._exchange: Exchange | None = None
         self._places: Places | None = None
         self._has_warned = False
         self._due = dict.fromkeys(("system", "advice"), time.monotonic() + 1.0)
-        self._delay_s = _LATER_S if rank == 0 else 0.0
+        self._delay_s = _LATER_S if self._rank == 0 else 0.0
         self._period = self._period_now()
         self._has_stopped = threading.Event()
         self._lock = threading.Lock()
@@ -145,7 +127,7 @@ class Collector:
                 self._period = period
                 self._compare()
             if is_last or self._is_due("system", _SYSTEM_S):
-                self._send("system", values=system_values(self.device), dropped=self._stream.dropped())
+                self._send("system", values=system_values(self._monitor._device), dropped=self._stream.dropped())
             if self._progress is not None:
                 self._progress.show()
 
@@ -158,7 +140,7 @@ class Collector:
                 self.poll()
             except Exception:
                 _logger.exception("monitor: a defect of drivetrain; the training goes on, and the monitor too")
-            is_busy = self.device.type == "cuda" or is_filling(
+            is_busy = self._monitor._device.type == "cuda" or is_filling(
                 self.num_steps - num_steps, self._reader.num_read() - num_records, wait_s
             )
             wait_s = _BUSY_POLL_S if is_busy else _LONE_POLL_S if self._exchange is None else _POLL_S
@@ -197,13 +179,13 @@ class Collector:
         if account.step == OUTSIDE:
             return None
         self.num_steps = account.step
-        if self.device.type == "cpu" and torch.cuda.is_initialized() and not self._has_warned:
+        if self._monitor._device.type == "cpu" and torch.cuda.is_initialized() and not self._has_warned:
             self._has_warned = True
             _logger.warning(
                 "monitor: times are of the host, and CUDA runs behind it. A phase shows when work was enqueued or "
                 "waited for, not when the GPU did it"
             )
-        samples = self._samples_of(account.step)
+        samples = self._monitor._samples.pop(account.step, 0)
         self.total_ns += account.wall_ns
         if account.is_complete:
             self.attributed_ns += sum(account.phase_ns)
@@ -219,18 +201,18 @@ class Collector:
             complete=account.is_complete,
             samples=samples,
             samples_per_s=samples / wall_s if samples and wall_s else None,
-            **self._rates_of(account.step, samples, wall_s),
+            **self._monitor._rates(account.step, samples, wall_s),
         )
         self.summary.take(step)
         if self._exchange is not None and account.is_complete:
             self._exchange.add(step["phases"])
         if self._progress is not None:
-            self._progress.take(step, self._place())
+            self._progress.take(step, self._monitor._place)
         return step
 
     def _advise(self, is_last: bool) -> None:
         were_compared = self._exchange is not None and self._exchange.has_compared
-        setup = replace(self._setup(), ranks_are_even=were_compared and self.straggler is None)
+        setup = replace(self._monitor._setup(), ranks_are_even=were_compared and self.straggler is None)
         for phase, text in advise(self.summary, setup).items():
             if phase not in self.advice or (is_last and text != self.advice[phase]):  # the figures of the whole run
                 self._send("advice", phase=phase, text=text)

@@ -140,20 +140,8 @@ class Monitor:
             self._stream = Stream(self._sinks)
             self._progress = Progress(self._progress_kind) if self._shows_progress else None
             self._follow(self._device)
-            self._collector = Collector(
-                self._reader,
-                self._stream,
-                self._rank,
-                samples_of=lambda step: self._samples.pop(step, 0),
-                device=self._device,
-                rates_of=self._rates,
-                setup=self._setup,
-                place=lambda: self._place,
-                hangs=HangWatch(
-                    self._rank, threading.get_ident(), self._hang_limit_s, is_in_step=lambda: self._num_batches > 0
-                ),
-                progress=self._progress,
-            )
+            hangs = HangWatch(self._rank, threading.get_ident(), self._hang_limit_s, lambda: self._num_batches > 0)
+            self._collector = Collector(self, self._reader, self._stream, hangs)
             self._stream.send(self._run_event())
             self._attach()
             print_stacks_on_request()
@@ -349,9 +337,7 @@ class Monitor:
             # Without a model, the optimizer tells where the training runs.
             device = _device_of(optimizer)
             if device.type == "cuda" and not _why_not_followed(device):
-                assert self._collector is not None
                 self._follow(device)
-                self._collector.device = device
         self._has_stepped = True
         self._send_statistics(optimizer, self._num_steps + 1)
         if not self._has_loader:

@@ -68,11 +68,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer unless a gradient overflowed. Optimizers of drivetrain unscale in their step."""
-        if not isinstance(optimizer, FusedOptimizer):
-            return super().step(optimizer, *args, **kwargs)
-        if self._goes_torchs_way(optimizer):
-            return super().step(optimizer, *args, **kwargs)
-        if rule_of(type(optimizer)).step_sparse is not None and sparse.has_any(optimizer.param_groups):
+        if not isinstance(optimizer, FusedOptimizer) or self._goes_torchs_way(optimizer):
             return super().step(optimizer, *args, **kwargs)
         kept = kept_of(optimizer)
         kept.our_scaler_steps = True
@@ -87,6 +83,8 @@ class GradScaler(torch.amp.GradScaler):
         That takes no pass more on the CPU, and hooks on steps see what they see under torch. On CUDA it waits for the
         device.
         """
+        if rule_of(type(optimizer)).step_sparse is not None and sparse.has_any(optimizer.param_groups):
+            return True
         if not self._enabled or self._scale is None or kept_of(optimizer).in_backward is not None:
             return False
         return self._scale.device.type == "cpu" or type(self) in in_place_of

@@ -31,16 +31,8 @@ class _Replacement:
         return module_name in self.torch_modules or root not in ("torch", "drivetrain")
 
 
-@dataclass(frozen=True)
-class _Holder:
-    """A module global that is bound to a class or function: `namespace[alias]` in module `module_name`."""
-
-    module_name: str
-    namespace: dict[str, object]
-    alias: str
-
-    def __str__(self) -> str:
-        return f"{self.module_name}.{self.alias}"
+# A module global that is bound to a class or function: the module, its namespace, and the name there.
+_Holder = tuple[str, dict[str, object], str]
 
 
 def _optimizer_swaps() -> tuple[_Replacement, ...]:
@@ -118,10 +110,11 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     names = []
     swaps = (_DDP_SWAP, *(_OPTIMIZER_SWAPS if optim else ()))
     for holder, swap in _holders([(swap.original, swap) for swap in swaps]):
-        if swap.may_change(holder.module_name):
-            holder.namespace[holder.alias] = swap.ours
+        module_name, namespace, alias = holder
+        if swap.may_change(module_name):
+            namespace[alias] = swap.ours
             _rebound.append((holder, swap))
-            names.append(str(holder))
+            names.append(f"{module_name}.{alias}")
     _spawned.follow("drivetrain.swap:install", optim=bool(_kept.in_place_of), **_ddp.defaults)
     return names
 
@@ -133,12 +126,13 @@ def uninstall() -> None:
     under torch's names in between, because an import from drivetrain looks the same. Without an `install` it does
     nothing.
     """
-    for holder, swap in _rebound:
-        if holder.namespace.get(holder.alias) is swap.ours:
-            holder.namespace[holder.alias] = swap.original
-    for holder, swap in _holders([(swap.ours, swap) for swap in {swap for _, swap in _rebound}]):
-        if holder.module_name.partition(".")[0] == "torch":
-            holder.namespace[holder.alias] = swap.original
+    for (_, namespace, alias), swap in _rebound:
+        if namespace.get(alias) is swap.ours:
+            namespace[alias] = swap.original
+    wanted = [(swap.ours, swap) for swap in {swap for _, swap in _rebound}]
+    for (module_name, namespace, alias), swap in _holders(wanted):
+        if module_name.partition(".")[0] == "torch":
+            namespace[alias] = swap.original
     _spawned.unfollow("drivetrain.swap:install")
     _rebound.clear()
     _kept.in_place_of.clear()
@@ -176,4 +170,4 @@ def _holders(wanted: list[tuple[object, _Replacement]]) -> Iterator[tuple[_Holde
         seen.add(id(namespace))
         for alias, value in list(namespace.items()):
             if id(value) in swap_of:
-                yield _Holder(module_name, namespace, alias), swap_of[id(value)]
+                yield (module_name, namespace, alias), swap_of[id(value)]

@@ -156,7 +156,7 @@ class ComputeCheck:
         self._model.__dict__.pop("_compute_check", None)
 
     def __reduce__(self) -> Any:
-        return _no_check, ()  # copies and files of the model have none
+        return type(None), ()  # copies and files of the model have none
 
     def _give_up(self, reason: str) -> None:
         self._due = sys.maxsize  # an optimizer that calls its hooks forbids to remove one
@@ -325,14 +325,13 @@ class ComputeCheck:
                 ranks, what = sums.culprits(piece, self._group)
             who = self._described(ranks) if len(ranks) < self._size else f"one of the {self._size} ranks"
             sums.forget()
-            error = self._error(
+            self._raise_or_skip(
                 f"the all-reduce of step {step} gives something else than the sums of the ranks' gradients, in "
                 f"elements {begin} to {end - 1} of {parameter!r}: {who} {what}",
                 ranks,
                 step,
                 parameter,
             )
-            self._raise_or_skip(error)
             return True
         sums.forget()
         return False
@@ -379,12 +378,13 @@ class ComputeCheck:
         hashes = gather_objects(own, self._group)
         usual_hashes = hashes[checksums.index(usual)]
         name = next(str(_first_difference(usual_hashes, one)) for one in hashes if one != usual_hashes)
-        raise self._error(
+        self._raise_or_skip(
             f"ranks have different values before step {step}, beginning with {name!r}: {self._described(ranks)}. An "
             "optimizer step, a reduction or memory went wrong there since the last check",
             ranks,
             step,
             name,
+            may_skip=False,
         )
 
     def _accuse(
@@ -409,15 +409,10 @@ class ComputeCheck:
             )
             return
         first = {suspect: told[suspect][2], witness: told[witness][0]}
-        if self._size > 2:
-            ranks = [rank for rank, hashes in first.items() if told[judge][1] != hashes]
-        else:
-            ranks = [rank for rank, hashes in first.items() if told[rank][1] != hashes]
+        ranks = [rank for rank, hashes in first.items() if told[judge if self._size > 2 else rank][1] != hashes]
         ranks = ranks if len(ranks) == 1 else sorted(first)
-        gives = "the same"
-        if told[ranks[0]][1] != first[ranks[0]]:
-            gives = "others"
-        error = self._error(
+        gives = "the same" if told[ranks[0]][1] == first[ranks[0]] else "others"
+        self._raise_or_skip(
             f"gradients of one pass differ between ranks in step {step}, beginning with {parameter!r}: "
             f"{self._described(ranks)} {'computes' if len(ranks) == 1 else 'compute'} other bits, and a repetition "
             f"there gives {gives}",
@@ -425,13 +420,10 @@ class ComputeCheck:
             step,
             parameter,
         )
-        self._raise_or_skip(error)
 
-    def _error(self, text: str, ranks: Sequence[int], step: int, parameter: str) -> ComputeError:
-        return ComputeError(text, [self._numbers[rank] for rank in ranks], step, parameter)
-
-    def _raise_or_skip(self, error: ComputeError) -> None:
-        if not self._skips:
+    def _raise_or_skip(self, text: str, ranks: Sequence[int], step: int, parameter: str, may_skip: bool = True) -> None:
+        error = ComputeError(text, [self._numbers[rank] for rank in ranks], step, parameter)
+        if not (self._skips and may_skip):
             raise error
         self.skipped.append(error)
         for _, param in self._params:
@@ -487,10 +479,6 @@ def _checksum(hashes: dict[str, int]) -> str:
 
 def _first_difference(ones: dict[str, int], others: dict[str, int]) -> str | None:
     return next((name for name in {**ones, **others} if ones.get(name) != others.get(name)), None)
-
-
-def _no_check() -> None:
-    return None
 
 
 def _kind(device: torch.device) -> tuple[str, ...]:

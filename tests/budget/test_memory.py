@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import drivetrain
-from drivetrain.budget.expectation import allocated_peak, per_block
+from drivetrain.budget.table import allocated_peak, per_block
 from drivetrain.budget.trace import profile
 from suite.activation_memory import allocated
 from suite.activation_paths import ScheduledSampling

@@ -11,9 +11,8 @@ from torch import nn
 
 import drivetrain
 from drivetrain import _C
-from drivetrain.budget import host_link
-from drivetrain.budget.copies import Copies, Prefetch, copies_of
-from drivetrain.budget.host_link import HostLink
+from drivetrain.budget import copies
+from drivetrain.budget.copies import Copies, HostLink, Prefetch, copies_of
 from drivetrain.budget.plan import ChosenPolicy, PlannedOp, choose
 from drivetrain.budget.trace import (
     STORAGE_FORMATS,
@@ -203,7 +202,7 @@ def test_a_plan_with_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cpu_has_no_link() -> None:
-    assert host_link.link_of(nn.Linear(2, 2)) is None
+    assert copies.link_of(nn.Linear(2, 2)) is None
     old = {
         "keeping": [0],
         "peak_bytes": 1,
@@ -217,9 +216,9 @@ def test_the_cpu_has_no_link() -> None:
 
 @pytest.mark.gpu
 def test_the_link_of_a_gpu_is_measured_once() -> None:
-    link = host_link.link_of(nn.Linear(2, 2, device="cuda"))
+    link = copies.link_of(nn.Linear(2, 2, device="cuda"))
     assert link is not None
-    assert link is host_link.link_of(nn.Linear(3, 3, device="cuda"))
+    assert link is copies.link_of(nn.Linear(3, 3, device="cuda"))
     for per_second in (link.out_bytes_per_second, link.in_bytes_per_second):
         assert 1e9 < per_second < 1e12
     assert 0 < link.copy_seconds < 1e-3

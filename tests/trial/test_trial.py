@@ -15,8 +15,8 @@ import torch
 
 from drivetrain.cli import main
 from drivetrain.trial import script
-from drivetrain.trial.compare import parting
 from drivetrain.trial.record import RunRecord, Step
+from drivetrain.trial.report import parting
 from effort import rounds
 from warm_python import warm_environ, warm_python
 

@@ -17,8 +17,7 @@ from .. import _C
 from ..memory import bytes_of
 from . import progress, table
 from .compiled_regions import CompiledRegions
-from .copies import Copies
-from .host_link import HostLink, link_of
+from .copies import Copies, HostLink, link_of
 from .plan import ChosenPolicy, choose
 from .retry import ModelSnapshot, Undo, drop_gradients, first_line, is_out_of_memory
 from .sharded import refuse_resharding

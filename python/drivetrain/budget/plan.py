@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import _C
-from .copies import Copies, StepClock, copies_of
-from .host_link import HostLink
+from .copies import Copies, HostLink, StepClock, copies_of
 from .trace import RECOMPUTE, SAVE, STORAGE_FORMATS, Trace, TracedValue
 
 _NO_COPIES = float("inf")

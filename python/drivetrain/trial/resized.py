@@ -9,8 +9,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..notebook import text_table
-from .module_calls import first_difference
-from .record import RunRecord, Variant
+from .record import ModuleCall, RunRecord, Variant
 from .runs import Trial, TrialError, free_port, run
 
 _MEETING_S = 120.0
@@ -59,7 +58,7 @@ def describe(runs: Sequence[Resized]) -> str:
 def _parting(first: RunRecord, other: RunRecord) -> str:
     """Names the first difference; of gradients the last parameter's, with which backward begins."""
     for number, (one, same) in enumerate(zip(first.steps, other.steps, strict=False), 1):
-        if difference := first_difference(one.calls, same.calls):
+        if difference := _first_difference(one.calls, same.calls):
             return f"step {number}, {difference}"
         for what, mine, theirs in (
             ("gradient of", one.gradients, same.gradients),
@@ -87,3 +86,12 @@ def _run_on(trial: Trial, size: int) -> RunRecord:
     for step, *others in zip(*(rank.steps for rank in ranks), strict=False):
         step.calls += [call for other in others for call in other.calls]  # in the order of logical ranks
     return ranks[0]
+
+
+def _first_difference(ones: Sequence[ModuleCall], others: Sequence[ModuleCall]) -> str:
+    """Names the first difference between the calls of a step; "" if there is none."""
+    for number, (one, other) in enumerate(zip(ones, others, strict=False)):
+        if repr(one) != repr(other):  # Text, in which nan is the same as nan.
+            number_of_pass = sum(call[0] == ones[0][0] for call in ones[: number + 1])
+            return f"{one[0]} in forward pass {number_of_pass}"
+    return "" if len(ones) == len(others) else "the number of calls of modules"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -11,16 +12,18 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from ..monitor.trainers import ScriptMonitor
 from ..planner import writers
@@ -28,8 +31,7 @@ from ..planner.main_script import load_script
 from ..planner.period import Enough
 from ..planner.shadow import Shadow
 from .budgeted import BudgetedCalls
-from .module_calls import ModuleCalls, names_in_largest
-from .record import Print, RunRecord, Step, Variant
+from .record import ModuleCall, Print, RunRecord, Step, Variant
 
 _END_S = 120.0  # the longest wait for the other ranks at the end
 _MOST_NOTES = 12
@@ -56,14 +58,16 @@ class StepRecorder:
         self._signs = torch.empty(0)
         self._names: dict[int, str] = {}
         self._step = Step()
-        self._calls = ModuleCalls(self._print) if takes_calls else None
+        self._calls: list[ModuleCall] | None = [] if takes_calls else None
+        self._module_names: dict[int, str] = {}
         self._begin = time.perf_counter()
 
     def begin(self) -> None:
         """Follows backward passes and optimizers from now on."""
         follow_losses(lambda losses: self._step.losses.extend(losses))
         if self._calls is not None:
-            self._calls.begin()
+            register_module_forward_pre_hook(lambda module, given: self._note_call("input", module, given))
+            register_module_forward_hook(lambda module, _, result: self._note_call("output", module, result))
         enter = torch.autocast.__enter__
 
         def enter_autocast(context: torch.autocast) -> Any:
@@ -86,7 +90,7 @@ class StepRecorder:
             if self._noise:
                 self._disturb(params)
         if self._calls is not None:
-            self._step.calls = self._calls.take()
+            self._step.calls, self._calls = self._calls, []
         if self._takes_prints:
             self._step.gradients = self._prints({name: param.grad for name, param in self._named(params).items()})
         self._begin = time.perf_counter()
@@ -102,6 +106,17 @@ class StepRecorder:
             raise Enough
         self._begin = time.perf_counter()
 
+    def _note_call(self, what: str, module: nn.Module, values: Any) -> None:
+        """Notes what a module in training takes or returns."""
+        if self._calls is None or not module.training or not torch.is_grad_enabled():
+            return
+        if id(module) not in self._module_names:
+            self._module_names = {id(one): name for name, one in _names_in_largest()}
+        name = self._module_names.get(id(module), "")
+        tensors = [one.detach() for one in tree_leaves(values) if isinstance(one, Tensor)]
+        prints = [self._print(one) for one in tensors if one.layout is torch.strided]
+        self._calls.append((f"{what} of {type(module).__name__} {name!r}".removesuffix(" ''"), prints))
+
     def _note_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
         for dtype in dtypes:
             if dtype.is_floating_point:
@@ -110,7 +125,7 @@ class StepRecorder:
     def _named(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns parameters by their names in the script's largest module, without the names of wrappers."""
         if any(id(param) not in self._names for param in params):
-            for name, module in names_in_largest():
+            for name, module in _names_in_largest():
                 for own, param in module.named_parameters(recurse=False):
                     self._names.setdefault(id(param), f"{name}.{own}" if name else own)
         return {self._names.get(id(param), f"parameter {index}"): param for index, param in enumerate(params)}
@@ -141,6 +156,17 @@ class StepRecorder:
                 noise = torch.rand(param.shape, generator=generator).to(param.device) * 2.0 - 1.0
                 factor = self._noise * torch.finfo(param.dtype).eps
                 param.copy_(param.float() * (1.0 + factor * noise))
+
+
+def _names_in_largest() -> Iterator[tuple[str, nn.Module]]:
+    """Yields every module of this process by its name in the script's largest one, without names of wrappers."""
+    seen: set[int] = set()
+    modules = [one for one in gc.get_objects() if isinstance(one, nn.Module)]
+    for largest in sorted(modules, key=lambda one: -sum(1 for _ in one.modules())):
+        for name, module in largest.named_modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield "" if name == "module" else name.removeprefix("module."), module
 
 
 def follow_losses(note: Callable[[list[float]], None]) -> None:

@@ -11,9 +11,19 @@ import torch
 from torch import Tensor
 
 from drivetrain import optim
-from drivetrain.bench import family
 from drivetrain.bench.measure import Row, interleaved, ratio_row
-from drivetrain.bench.optim import COMPRESSED, MAX_NORM, SCALE, check_same, grad_of, models, our_tail, torch_tail
+from drivetrain.bench.optim import (
+    COMPRESSED,
+    MAX_NORM,
+    OTHERS,
+    SCALE,
+    ForeachLamb,
+    check_same,
+    grad_of,
+    models,
+    our_tail,
+    torch_tail,
+)
 from drivetrain.bench.roofline import least_bytes
 from drivetrain.bench.shapes import Shape, gpt2_124m, gpt3_xl, many_small, resnet50
 
@@ -63,7 +73,7 @@ LAYOUTS = (
     Layout("RMSprop fp32", optim.RMSprop, _ways(torch.optim.RMSprop, fused=False)),
     # Norms precede the update. LAMB's first pass reads all and can write the states, whose second pass reads the rest
     # again: 40 bytes in float32. Adafactor sums squares, then measures directions, then steps: 24 bytes.
-    Layout("LAMB fp32", optim.LAMB, {"foreach": family.ForeachLamb}, passes={"param_passes": 3, "state_passes": 3}),
+    Layout("LAMB fp32", optim.LAMB, {"foreach": ForeachLamb}, passes={"param_passes": 3, "state_passes": 3}),
     Layout(
         "Adafactor fp32",
         optim.Adafactor,
@@ -89,7 +99,7 @@ def run_steps(device: torch.device, rounds: int, is_dry: bool) -> Iterator[Row]:
         yield from _layout_rows(layout, ", GPT-2 124M", gpt2, device, rounds, is_dry)
     for what, shapes in ((", ResNet-50", resnet50()), (", 10,000 x 64", many_small())):
         yield from _layout_rows(LAYOUTS[0], what, _shapes(shapes, is_dry), device, rounds, is_dry)
-    for what, shapes, theirs, ours, _, most, share in family.CASES:
+    for what, shapes, theirs, ours, _, most, share in OTHERS:
         if ours is optim.Muon:
             yield _muon_row(
                 what, shapes if not is_dry else [(16, 48), (48, 16)], theirs, device, min(rounds, most), share

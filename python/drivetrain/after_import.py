@@ -16,9 +16,11 @@ def call_after_imports(by_module: dict[str, list[Callable[[ModuleType], None]]])
     Args:
         by_module: The functions by the name of their module.
     """
-    finder = _AfterImports(by_module)
-    sys.meta_path.insert(0, finder)
-    finder.apply_to_loaded()
+    sys.meta_path.insert(0, _AfterImports(by_module))
+    for name in list(by_module):
+        if name in sys.modules:
+            for function in by_module.pop(name, ()):
+                function(sys.modules[name])
 
 
 class _AfterImports(importlib.abc.MetaPathFinder):
@@ -26,12 +28,6 @@ class _AfterImports(importlib.abc.MetaPathFinder):
 
     def __init__(self, by_module: dict[str, list[Callable[[ModuleType], None]]]) -> None:
         self._by_module = by_module
-
-    def apply_to_loaded(self) -> None:
-        for name in list(self._by_module):
-            if name in sys.modules:
-                for function in self._by_module.pop(name, ()):
-                    function(sys.modules[name])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

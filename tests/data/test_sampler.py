@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from drivetrain.data import ResumableSampler
-from drivetrain.data.permutation import Permutation
+from drivetrain.data.sampler import Permutation
 from effort import rounds
 
 

@@ -170,30 +170,28 @@ def _planned(
     storage_formats = [
         STORAGE_FORMATS[name] for name in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))
     ]
-    for is_last in (False, True):
-        with CompiledRegions(model) as regions:
+    is_last = False
+    while True:
+        regions = CompiledRegions(model)
+        new: ActivationPlan | None = None
+        try:
             trace, peak = profile(model, step_fn, storage_formats, pool)
             num_bytes = bytes_of(budget, peak)
             trace = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, storage_formats, pool))
-            made = ActivationPlan(model, trace, peak, regions, pool)
+            new = ActivationPlan(model, trace, peak, regions, pool)
             progress.tell("chooses which tensors to save")
-            try:
-                made._choose(num_bytes)
-            except ValueError:
-                if is_last:
-                    raise
-                made.remove()
-                continue  # the first step of a model may keep more than later ones
-        made._install()
-        try:
-            made._measure(step_fn)
-        except BaseException:
-            made.remove()  # the caller never receives it
-            raise
-        if is_last or not made._recorder.divergence:
-            break
-        made.remove()  # the first steps of a model may differ from later ones
-    return made
+            new._choose(num_bytes)
+            new._install()
+            new._measure(step_fn)
+            if is_last or not new._recorder.divergence:
+                return new
+            new.remove()  # the first steps of a model may differ from later ones
+        except BaseException as error:
+            is_too_small = new is not None and new._choice is None and isinstance(error, ValueError)
+            (regions if new is None else new).remove()  # the caller never receives it
+            if is_last or not is_too_small:
+                raise
+        is_last = True  # the first step of a model may also keep more than later ones
 
 
 class ActivationPlan(_C.ActivationScope):

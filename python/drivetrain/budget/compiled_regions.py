@@ -55,13 +55,6 @@ class CompiledRegions:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def __enter__(self) -> "CompiledRegions":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # planning failed
-            self.remove()
-
     def __str__(self) -> str:
         """Describes the ratios in force and the saved bytes."""
         saved = "" if self.saved_bytes is None else f"; they save {table.size(self.saved_bytes)} for backward"

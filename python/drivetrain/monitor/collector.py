@@ -24,7 +24,7 @@ from ..memory import host_memory
 from ..optim.statistics import StepStatistics
 from ..phases import LABELS, PHASES
 from ..threads import Thread, settle_on_device
-from .advice import advise
+from .advice import Setup, advise
 from .hangs import Hang, HangWatch
 from .places import Places
 from .stragglers import Exchange, Straggler
@@ -212,7 +212,12 @@ class Collector:
 
     def _advise(self, is_last: bool) -> None:
         were_compared = self._exchange is not None and self._exchange.has_compared
-        setup = replace(self._monitor._setup(), ranks_are_even=were_compared and self.straggler is None)
+        setup = Setup(
+            num_workers=getattr(self._monitor._loader, "num_workers", None),
+            num_cores=len(os.sched_getaffinity(0)),
+            sees_loader=self._monitor._has_loader,
+            ranks_are_even=were_compared and self.straggler is None,
+        )
         for phase, text in advise(self.summary, setup).items():
             if phase not in self.advice or (is_last and text != self.advice[phase]):  # the figures of the whole run
                 self._send("advice", phase=phase, text=text)

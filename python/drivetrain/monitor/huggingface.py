@@ -67,8 +67,3 @@ class MonitorCallback(TrainerMonitorCallback, TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ends, and shows the table on rank 0."""
         self.close()
-
-    def close(self) -> None:
-        """Ends a monitor that an error of the training has left active."""
-        if self.monitor is not None:
-            self.monitor.finish()

@@ -68,14 +68,13 @@ class MonitorCallback(TrainerMonitorCallback, Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends, and shows the table on rank 0."""
-        if self.monitor is not None:
-            self.monitor.finish()
+        self.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends; the last event says that the training failed."""
         if self.monitor is not None:
             self.monitor.fail(exception)
-            self.monitor.finish()
+        self.close()
 
 
 def _watch(profiler: Any, monitor: TrainerMonitor) -> Callable[[], None]:

@@ -21,7 +21,6 @@ from torch import nn
 from .. import _C
 from ..optim.statistics import StepStatistics, arrived_statistics
 from ..phases import span
-from .advice import Setup
 from .collector import OUTSIDE, Collector
 from .flops import FlopCount, obstacle_to_counting, peak_flops
 from .hangs import Hang, HangWatch, print_stacks_on_request
@@ -390,13 +389,6 @@ class Monitor:
         return rates
 
     # ---- Reports.
-
-    def _setup(self) -> Setup:
-        return Setup(
-            num_workers=getattr(self._loader, "num_workers", None),
-            num_cores=len(os.sched_getaffinity(0)),
-            sees_loader=self._has_loader,
-        )
 
     def _run_event(self) -> dict[str, Any]:
         return event(

@@ -78,6 +78,11 @@ class TrainerMonitorCallback:
         self._options = options
         self.monitor: TrainerMonitor | None = None  # of the last training
 
+    def close(self) -> None:
+        """Ends a monitor that an error of the training has left active."""
+        if self.monitor is not None:
+            self.monitor.finish()
+
     def summary(self) -> Summary:
         """Returns where the time of the last training went.
 

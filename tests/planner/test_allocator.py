@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.planner.allocator import LARGE_BUFFER, SMALL_BUFFER, CachingAllocator, HostAllocator
+from drivetrain.planner.memory import LARGE_BUFFER, SMALL_BUFFER, CachingAllocator, HostAllocator
 from effort import rounds
 
 MIB = 1 << 20

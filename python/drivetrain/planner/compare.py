@@ -54,15 +54,13 @@ def compare(plan: Plan, path: str | os.PathLike[str]) -> list[Difference]:
         predicted = plan.time.samples_per_s / plan.options.world_size
         found.append(Difference("samples per second and rank", "1/s", predicted, summary.samples_per_s))
     samples = [event["values"] for event in events if event["type"] == "system"]
-    gpu = [values["gpu_peak_memory_bytes"] for values in samples if "gpu_peak_memory_bytes" in values]
-    if gpu:
-        found.append(
-            Difference("peak of allocated memory", "MiB", plan.memory.peak_allocated / 2**20, max(gpu) / 2**20)
-        )
-    resident = [values["process_memory_bytes"] for values in samples if "process_memory_bytes" in values]
-    if resident and plan.device.kind == "cpu":
-        planned = plan.memory.peak_allocated + plan.device.context_bytes
-        found.append(Difference("resident memory of the process", "MiB", planned / 2**20, max(resident) / 2**20))
+    planned, context = plan.memory.peak_allocated, plan.device.context_bytes
+    memory = [("peak of allocated memory", "gpu_peak_memory_bytes", planned)]
+    if plan.device.kind == "cpu":
+        memory.append(("resident memory of the process", "process_memory_bytes", planned + context))
+    for what, name, num_bytes in memory:
+        if measured := max((values[name] for values in samples if name in values), default=0):
+            found.append(Difference(what, "MiB", num_bytes / 2**20, measured / 2**20))
     return found
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..memory import host_memory
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,7 +49,6 @@ class Device:
         link: The link between devices of a host.
         network: The link between hosts, for one device.
         call_s: On a CPU, seconds that Python and autograd add to an operation.
-        is_calibrated: True if figures were measured on this machine.
     """
 
     key: str
@@ -64,7 +64,6 @@ class Device:
     link: Link
     network: Link
     call_s: float = 5e-6
-    is_calibrated: bool = False
 
     def matmul_rate(self, dtype: str) -> float:
         """Returns the achievable FLOP/s of products of a dtype."""
@@ -106,7 +105,7 @@ def device_of(key: str, path: str | os.PathLike[str] | None = None) -> Device:
             key=key.lower(),
             name=entry["name"],
             kind=entry["kind"],
-            memory_bytes=int(entry["memory"] * GIB) or _memory_of_host(),
+            memory_bytes=int(entry["memory"] * GIB) or host_memory().total,
             peak=dict(entry["peak"]),
             matmul_share=entry["matmul_share"],
             memory_bandwidth=entry["memory_bandwidth"] * entry["memory_share"],
@@ -124,17 +123,8 @@ def _link(entry: dict[str, float]) -> Link:
     return Link(entry["bandwidth"] * entry["share"], entry["latency"])
 
 
-def with_figures(device: Device, figures: dict[str, Any]) -> Device:
-    """Returns the device with measured figures in place of its own."""
-    return dataclasses.replace(device, **figures, is_calibrated=True)
-
-
 def _table(path: str | os.PathLike[str] | None) -> dict[str, Any]:
     table = read_toml(Path(__file__).with_name("devices.toml"))
     if path is not None:
         table |= read_toml(Path(path))
     return table
-
-
-def _memory_of_host() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

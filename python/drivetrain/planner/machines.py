@@ -21,8 +21,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from .loaders import BatchSize, load_in_process, loaded_ahead
 from .period import Period
-from .recorder import plausible
-from .tracer import Tracer
+from .recorder import Recorder, plausible
 
 _CUDA_ANSWERS: dict[str, Any] = {
     "is_available": True,
@@ -50,7 +49,7 @@ _LAUNCHER = {
 
 
 @contextlib.contextmanager
-def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize, world_size: int) -> Iterator[None]:
+def stand_ins(recorder: Recorder, period: Period, kind: str, batch: BatchSize, world_size: int) -> Iterator[None]:
     """Replaces devices, ranks, workers and the batch size of a script, and restores them.
 
     `period` learns of optimizers and batches. With one rank, the script has no variables of a launcher.
@@ -60,7 +59,7 @@ def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize
         def put(holder: Any, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(holder, name, value))
 
-        if device_kind == "cuda":
+        if kind == "cuda":
             for name, answer in _CUDA_ANSWERS.items():
                 put(torch.cuda, name, _answering(answer))
         for name in (*_CUDA_CALLS, "reset_peak_memory_stats"):
@@ -85,7 +84,7 @@ def stand_ins(tracer: Tracer, period: Period, device_kind: str, batch: BatchSize
         if world_size > 1:
             stack.enter_context(mock.patch.dict(os.environ, _LAUNCHER, WORLD_SIZE=str(world_size)))
         stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-        stack.enter_context(_OnTheCpu(tracer))
+        stack.enter_context(_OnTheCpu(recorder))
         yield
 
 
@@ -187,9 +186,9 @@ class DistributedDataParallel(nn.Module):
 class _OnTheCpu(TorchFunctionMode):
     """Makes every function that gets a CUDA device use the CPU, and copy where it would move data."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._tracer = tracer
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -211,11 +210,11 @@ class _OnTheCpu(TorchFunctionMode):
         if is_moved and func is Tensor.to:
             kwargs["copy"] = True
         kwargs.pop("pin_memory", None)
-        before = self._tracer.moving(is_moved)
+        before, self._recorder.is_moving = self._recorder.is_moving, is_moved
         try:
             return func(*args, **kwargs)
         finally:
-            self._tracer.moving(before)
+            self._recorder.is_moving = before
 
 
 def _values(tensor: Tensor) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass
 
 _SHARDS = (None, "optimizer", "gradients")
@@ -44,10 +42,6 @@ class Options:
         if self.release and self.accumulate > 1:
             raise ValueError("release=True frees gradients in every backward, so accumulate must be 1")
 
-    def but(self, **changes: object) -> Options:
-        """Returns a copy with other values."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
     @property
     def bucket_bytes(self) -> int:
         return int(self.bucket_mib * 2**20)
@@ -56,10 +50,6 @@ class Options:
     def keeps_gradients(self) -> bool:
         """Returns True if gradients lie in a buffer that outlives the step."""
         return not self.release and (self.accumulate > 1 or (self.world_size > 1 and self.ddp == "drivetrain"))
-
-    @property
-    def num_hosts(self) -> int:
-        return math.ceil(self.world_size / self.per_host)
 
 
 def formatted(num_bytes: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .devices import device_names, device_of
 
@@ -80,7 +80,7 @@ def devices_that_fit(plan: Plan, devices: str | os.PathLike[str] | None) -> list
 def gains(plan: Plan) -> list[Gain]:
     """Tries each option alone."""
     options = plan.options
-    tried: dict[str, dict[str, object]] = {}
+    tried: dict[str, dict[str, Any]] = {}
     has_half = any(p.dtype.itemsize == 2 for p in plan.trace.parameters)
     if options.state_bits != 8 and plan.trace.bytes_of("optimizer states"):
         tried["state_bits=8"] = {"state_bits": 8}

@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from .trace import (
 )
 from .workspaces import bytes_kept_by_recurrence
 
-if TYPE_CHECKING:
-    from .tracer import Tracer
-
 _aten = torch.ops.aten
 # Factories of up to so many elements compute their values, which code such as `step.item()` may ask for.
 _SMALL = 65536
@@ -48,7 +45,7 @@ _NEVER_FAKE = {_aten.randperm.default, _aten.randperm.generator}
 class Recorder(TorchDispatchMode):
     """Runs operations on tensors without values, and records them."""
 
-    def __init__(self, owner: Tracer, trace: StepTrace, label: torch.device) -> None:
+    def __init__(self, trace: StepTrace, modules: list[str], label: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer: torch.optim.Optimizer | None = None  # whose step runs
         self.optimizers_task = -1  # the graph task that runs this step, as with step_in_backward
@@ -56,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self.on_device: set[int] | None = None  # blocks on the planned device; None: all of them
         self.is_moving = False  # whether a call moves data to the planned device
         self.begins_empty = False  # a tensor that no operation has made was made when it is first seen, as in a script
-        self._owner, self._trace, self._label = owner, trace, label
+        self._trace, self._modules, self._label = trace, modules, label  # modules whose forward runs
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._blocks: dict[int, int] = {}  # by id of the storage
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -112,27 +109,20 @@ class Recorder(TorchDispatchMode):
     def _new_block(self, storage: torch.UntypedStorage, category: Category, op: int, name: str) -> int:
         index = len(self._trace.blocks)
         self._trace.blocks.append(Block(storage.nbytes(), category, op, -1, name))
+        self._blocks[id(storage)] = index
+        self._watch(storage, index)
+        return index
+
+    def _watch(self, storage: torch.UntypedStorage, frees: int | None) -> None:
+        """Removes the entry of a storage when it is gone, as another may get its id, and records that a block is."""
         key = id(storage)
-        self._blocks[key] = index
 
         def gone(_: object) -> None:
-            if self._blocks.pop(key, None) is not None and not self._is_over:
-                self._trace.events.append(Event(FREE, index))
+            if self._blocks.pop(key, None) is not None and frees is not None and not self._is_over:
+                self._trace.events.append(Event(FREE, frees))
             self._watched.pop(key, None)
 
         self._watched[key] = weakref.ref(storage, gone)
-        return index
-
-    def allocate(self, num_bytes: int, parameter: Tensor, name: str) -> None:
-        """Records the memory of an optimizer state that a native step allocates and keeps."""
-        index = self._owner.index_of(parameter)
-        self._trace.events.append(Event(ALLOC, len(self._trace.blocks)))
-        self._trace.blocks.append(Block(num_bytes, "optimizer states", len(self._trace.ops), index, name))
-
-    def native_op(self, name: str, num_bytes: int) -> None:
-        """Records a call of a native step."""
-        self._trace.events.append(Event(OP, len(self._trace.ops)))
-        self._trace.ops.append(OpCall(name, "", "optimizer", False, 0.0, num_bytes, "float32", (), (), -1))
 
     def finish(self) -> None:
         self._is_over = True
@@ -188,19 +178,8 @@ class Recorder(TorchDispatchMode):
             return self._fakes[id(value)][1]
         fake = self._stand_in(value)
         self._blocks[id(fake.untyped_storage())] = self._existing(value, "inputs", -1, _described(value))
-        self._forget_with(fake)
+        self._watch(fake.untyped_storage(), None)
         return fake
-
-    def _forget_with(self, fake: Tensor) -> None:
-        """Removes the entry of a short-lived stand-in, whose id another storage may get."""
-        storage = fake.untyped_storage()
-        key = id(storage)
-
-        def gone(_: object) -> None:
-            self._blocks.pop(key, None)
-            self._watched.pop(key, None)
-
-        self._watched[key] = weakref.ref(storage, gone)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         with _disable_current_modes(), torch.no_grad():
@@ -285,7 +264,7 @@ class Recorder(TorchDispatchMode):
         if phase == "optimizer":
             return "optimizer"
         if phase == "forward" or is_recomputation:
-            module = self._owner.module()
+            module = self._modules[-1] if self._modules else ""
             self._module_of_node[_get_sequence_nr() - 1] = module
             return module
         node = torch._C._current_autograd_node()
@@ -331,8 +310,11 @@ def plausible(dtype: torch.dtype) -> bool | int | float:
 
 
 @contextlib.contextmanager
-def native_steps(recorder: Recorder) -> Iterator[None]:
-    """Makes steps of drivetrain's optimizers record the states that they would allocate, inside of the block."""
+def native_steps(trace: StepTrace, params: dict[int, int]) -> Iterator[None]:
+    """Makes steps of drivetrain's optimizers record the states that they would allocate, inside of the block.
+
+    `params` has the numbers of parameters by id.
+    """
     known: set[tuple[int, str]] = set()
 
     def step(engine: Engine, closure: Any = None) -> Any:
@@ -351,8 +333,12 @@ def native_steps(recorder: Recorder) -> Iterator[None]:
                     moved += 2 * size
                     if name not in there and (id(param), name) not in known:
                         known.add((id(param), name))
-                        recorder.allocate(size, param, name)
-        recorder.native_op(f"drivetrain::{type(optimizer).__name__}", moved)
+                        trace.events.append(Event(ALLOC, len(trace.blocks)))
+                        index = params.get(id(param), -1)
+                        trace.blocks.append(Block(size, "optimizer states", len(trace.ops), index, name))
+        trace.events.append(Event(OP, len(trace.ops)))
+        name = f"drivetrain::{type(optimizer).__name__}"
+        trace.ops.append(OpCall(name, "", "optimizer", False, 0.0, moved, "float32", (), (), -1))
         return loss
 
     plain, steps.step = steps.step, step

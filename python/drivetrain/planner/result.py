@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .. import _C, optim
 from ..notebook import html_table, text_table
-from ..optim.report import lines_about_kept
+from ..optim import precision
+from ..optim.base import FusedOptimizer
+from ..optim.engine import Engine
+from ..optim.report import lines_about_kept, states_of_step
 from . import questions
 from .calibrate import Calibration, cache_path, calibrate, corrected, fingerprint
 from .cost import Price, Run, price_run
-from .devices import Device, with_figures
-from .formats import kept_32_bits, state_bytes, with_states
+from .devices import Device
 from .memory import MemoryPlan, plan_memory
 from .options import Options, duration, formatted
 from .recompute import Recomputation, recompute_within
 from .timing import TimePlan, plan_time
-from .trace import StepTrace
+from .trace import ALLOC, OP, STEP, Block, Event, OpCall, ParameterInfo, StepTrace
 from .workspaces import cpu_workspaces
 
 _TIMES = ("step_s", "forward_s", "backward_s", "optimizer_s", "communication_s", "exposed_s")
@@ -84,7 +92,7 @@ class Plan:
             trace = with_states(trace, sizes, name)
         measured: dict[int, float] = {}
         if calibration is not None:
-            device, measured = with_figures(device, calibration.figures), calibration.seconds
+            device, measured = replace(device, **calibration.figures), calibration.seconds
         recomputation = None
         plain = plan_time(trace, device, options, batch or 0, measured)
         if options.budget is not None:
@@ -100,14 +108,14 @@ class Plan:
         """Returns the plan for other arguments of `of`."""
         return Plan.of(**{**self._asked, **changes})
 
-    def but(self, device: Device | None = None, **changes: object) -> Plan:
+    def but(self, device: Device | None = None, **changes: Any) -> Plan:
         """Returns the plan with other options, without another trace.
 
         Args:
             device: Another device of the same kind; None keeps it.
             **changes: Fields of Options.
         """
-        return self._again(device=device or self._asked["device"], options=self.options.but(**changes))
+        return self._again(device=device or self._asked["device"], options=replace(self.options, **changes))
 
     def calibrated(self, seconds: float = 30.0, cache: Path | None = None) -> Plan:
         """Returns the plan with operations measured on this machine, and with the correction of earlier `refine` calls.
@@ -286,12 +294,6 @@ class Plan:
             rows.append(("context and NCCL", formatted(memory.fixed_bytes), f"{memory.fixed_bytes / memory.total:.1%}"))
         return rows
 
-    def _block_rows(self) -> list[tuple[str, str, str]]:
-        return [
-            (f"{held.module or '-'}: {held.name}", held.category, formatted(held.num_bytes))
-            for held in self.memory.largest
-        ]
-
     def _time_rows(self) -> list[tuple[str, str]]:
         time = self.time
         rows = [
@@ -311,9 +313,11 @@ class Plan:
         return rows
 
     def _tables(self) -> list[tuple[tuple[str, ...], Sequence[Sequence[str]]]]:
+        largest = self.memory.largest
+        held = [(f"{one.module or '-'}: {one.name}", one.category, formatted(one.num_bytes)) for one in largest]
         return [
             (("memory at the peak", "size", "share"), self._memory_rows()),
-            (("largest at the peak", "kind", "size"), self._block_rows()),
+            (("largest at the peak", "kind", "size"), held),
             (("time of a step", ""), self._time_rows()),
         ]
 
@@ -334,3 +338,82 @@ class Plan:
 
 def _counted(number: int) -> str:
     return f"{number / 1e6:,.1f} M" if number >= 1_000_000 else f"{number:,}"
+
+
+# ---- States of drivetrain's optimizers in place of a trace's.
+
+
+def state_bytes(
+    parameters: list[ParameterInfo], optimizer: str, state_bits: int | None = None, master_bits: int | None = None
+) -> list[list[int]]:
+    """Returns the bytes of each state of each parameter, in order; none for parameters that are not trained.
+
+    The formats are as a class of drivetrain.optim takes them. `master_bits` applies to parameters of 16 bits.
+
+    Raises:
+        ValueError: drivetrain.optim has no such class, or a format does not exist.
+    """
+    kind = getattr(optim, optimizer, None)
+    if optimizer not in optim.__all__ or not (isinstance(kind, type) and issubclass(kind, FusedOptimizer)):
+        names = ", ".join(name for name in optim.__all__ if name[0].isupper())
+        raise ValueError(f"optimizer is {optimizer!r}, expected one of {names}")
+    known = functools.cache(lambda shape, dtype: _bytes_for(kind, shape, dtype, state_bits, master_bits))
+    return [known(one.shape, one.dtype) if one.requires_grad else [] for one in parameters]
+
+
+def kept_32_bits(parameters: list[ParameterInfo]) -> dict[str, int]:
+    """Returns the elements of each trainable parameter that is too small for states in blocks, by its name."""
+    asked = precision.of({"state_bits": 8})
+    return {
+        parameter.name: math.prod(parameter.shape)
+        for parameter in parameters
+        if parameter.requires_grad
+        and _C.optim_keeps_32_bits(asked, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    }
+
+
+def _bytes_for(
+    kind: Any, shape: tuple[int, ...], dtype: torch.dtype, state_bits: int | None, master_bits: int | None
+) -> list[int]:
+    example = torch.zeros((1,) * max(1, len(shape)), dtype=dtype).requires_grad_()
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    formats = {"state_bits": state_bits, "master_bits": master_bits if is_half else None}
+    asked = {name: bits for name, bits in formats.items() if bits is not None}
+    optimizer = kind([example], **({"lr": 1e-3} | asked))
+    layout = torch.empty(shape, dtype=dtype, device="meta")
+    return list(states_of_step(Engine(optimizer), layout, optimizer.param_groups[0]).values())
+
+
+def with_states(trace: StepTrace, sizes: list[list[int]], name: str) -> StepTrace:
+    """Returns the trace with optimizer states of other sizes, given by parameter, as a class of that name has them.
+
+    In a trace without optimizer states, they come at the end of the first step.
+    """
+    trace = copy.copy(trace)
+    trace.blocks = [copy.copy(block) for block in trace.blocks]
+    states = [block for block in trace.blocks if block.category == "optimizer states"]
+    if states:
+        left = [list(entries) for entries in sizes]
+        last: dict[int, Block] = {}
+        for block in states:
+            block.num_bytes = left[block.parameter].pop(0) if block.parameter >= 0 and left[block.parameter] else 0
+            last[block.parameter] = block
+        for parameter, entries in enumerate(left):  # states that the traced optimizer does not have
+            if entries and parameter in last:
+                last[parameter].num_bytes += sum(entries)
+        return trace
+    trace.ops = list(trace.ops)
+    first_end = [i for i, event in enumerate(trace.events) if event.kind == STEP][1:2] or [len(trace.events)]
+    made = []
+    for parameter, entries in enumerate(sizes):
+        for size in entries:
+            made.append(Event(ALLOC, len(trace.blocks)))
+            trace.blocks.append(
+                Block(size, "optimizer states", len(trace.ops), parameter, trace.parameters[parameter].name)
+            )
+    moved = 2 * sum(map(sum, sizes)) + 3 * trace.parameter_bytes
+    trace.ops.append(OpCall(f"drivetrain::{name}", "optimizer", "optimizer", False, 0.0, moved, "float32", (), (), -1))
+    call = Event(OP, len(trace.ops) - 1)
+    trace.events = [*trace.events[: first_end[0]], call, *made, *trace.events[first_end[0] :], call]
+    trace.optimizers = [*trace.optimizers, name]
+    return trace

@@ -60,9 +60,8 @@ def trace_script(
         ScriptError: The script cannot be compiled, or raises an error of its own.
         OSError: The script cannot be read.
     """
-    result = forked(path, lambda folder: _traced(path, arguments, folder, device_kind, batch, world_size))
-    assert isinstance(result, StepTrace)
-    return result
+    trace: StepTrace = forked(path, lambda folder: _traced(path, arguments, folder, device_kind, batch, world_size))
+    return trace
 
 
 def measure_script(
@@ -78,12 +77,11 @@ def measure_script(
         ScriptError: The script raises an error of its own.
         OSError: The script cannot be read.
     """
-    result = forked(path, lambda folder: _measured(path, arguments, folder, period, batch, seconds), 2 * seconds)
-    assert isinstance(result, float)
-    return result
+    found: float = forked(path, lambda folder: _measured(path, arguments, folder, period, batch, seconds), 2 * seconds)
+    return found
 
 
-def forked(path: str, work: Callable[[str], object], limit_s: float | None = None) -> object:
+def forked(path: str, work: Callable[[str], object], limit_s: float | None = None) -> Any:
     """Calls a function in a fork of this process, with a temporary folder, and returns or raises what it does."""
     folder = tempfile.mkdtemp(prefix="drivetrain-plan-")
     receiver, sender = os.pipe()
@@ -173,7 +171,7 @@ def _traced(
     try:
         shadow.begin()
         writers.begin(shadow, {TORCHDATA: stand_in_for_torchdata})
-        with machines.stand_ins(tracer, period, device_kind, size, world_size):
+        with machines.stand_ins(tracer.recorder, period, device_kind, size, world_size):
             hook = register_optimizer_step_post_hook(lambda optimizer, *_: period.step(optimizer))
             try:
                 with tracer:

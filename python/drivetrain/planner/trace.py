@@ -41,7 +41,7 @@ class Block:
 
 
 class TensorSpec(NamedTuple):
-    """The layout of a tensor argument. `is_parameter` tells weights from activations."""
+    """The layout of a tensor argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

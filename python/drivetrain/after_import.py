@@ -1,7 +1,5 @@
 """Calls functions right after a module has been imported, whenever that is. It imports no torch."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import sys

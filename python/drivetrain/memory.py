@@ -1,7 +1,5 @@
 """Reads sizes of memory: those that users write, such as "9GiB" or "50%", and how much this process may still take."""
 
-from __future__ import annotations
-
 import operator
 import re
 import sys

@@ -4,8 +4,6 @@ A forked process inherits what its parent has changed. A process of the start me
 script again. The calls must come before, so that they are part of the data that it unpickles first.
 """
 
-from __future__ import annotations
-
 import importlib
 import pickle
 from multiprocessing import spawn

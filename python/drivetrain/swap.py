@@ -1,7 +1,5 @@
 """Binds torch's names to drivetrain's classes, so that unedited code builds ours, and restores them."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

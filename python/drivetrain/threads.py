@@ -1,7 +1,5 @@
 """Starts the package's threads on a GPU that the process uses, as CUDA starts each thread on the first GPU."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, cast

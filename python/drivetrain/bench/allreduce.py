@@ -1,7 +1,5 @@
 """Measures all-reduce by size over every transport, and prints the columns of nccl-tests' all_reduce_perf."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

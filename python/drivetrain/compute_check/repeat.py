@@ -1,7 +1,5 @@
 """Records one forward and backward pass of a rank, and repeats it with the same bits, on that rank or on another."""
 
-from __future__ import annotations
-
 import collections
 import math
 from collections.abc import Iterator, Sequence

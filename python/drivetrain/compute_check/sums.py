@@ -1,7 +1,5 @@
 """Checks that an all-reduce adds up: sums of blocks of the reduced gradients against sums of the ranks' own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Datasets over another one: `LeaveOut` never loads some samples, and `SeededSamples` seeds their random transforms."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable
 from typing import Any

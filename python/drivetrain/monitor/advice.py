@@ -1,7 +1,5 @@
 """Turns measured shares into advice: the cause and the remedy in one sentence, only where both were measured."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

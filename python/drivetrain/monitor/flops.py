@@ -1,7 +1,5 @@
 """Counts the FLOPs of a step by what the dispatcher executes, and knows the peaks of devices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

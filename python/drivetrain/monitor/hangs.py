@@ -1,7 +1,5 @@
 """Notices that this rank stands still, and says in which phase, file and line. A signal prints its stacks."""
 
-from __future__ import annotations
-
 import faulthandler
 import signal
 import time

@@ -1,7 +1,5 @@
 """Attaches the trace to a training loop: hooks around forward, backward and the optimizer step, and the batches."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import time

@@ -1,7 +1,5 @@
 """Tells the other ranks where this rank is, and finds out where they are, for reports of ranks that stand still."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Shows the progress of a run: a live bar on a terminal, plain lines elsewhere, one updated cell in a notebook."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

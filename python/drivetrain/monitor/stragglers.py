@@ -1,7 +1,5 @@
 """Names the rank that makes the others wait, and the phase in which it loses the time."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

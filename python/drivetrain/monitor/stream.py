@@ -3,8 +3,6 @@
 Every sink has its own thread and a bounded queue, so that none delays training or another sink.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

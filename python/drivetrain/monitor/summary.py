@@ -1,7 +1,5 @@
 """Adds up the steps of a run, and shows where the time went."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

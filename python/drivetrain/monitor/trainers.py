@@ -1,7 +1,5 @@
 """`TrainerMonitor` follows a framework's loop, and `ScriptMonitor` an unedited script, for `drivetrain run`."""
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Measures the operations of a traced step on this machine's CPU, and keeps their times."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

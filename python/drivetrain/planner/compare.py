@@ -1,7 +1,5 @@
 """Compares a plan with what the monitor recorded of the run."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

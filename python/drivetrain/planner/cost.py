@@ -1,7 +1,5 @@
 """Prices a run from the user's own figures: device hours, interruptions of Spot instances, and checkpoints."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

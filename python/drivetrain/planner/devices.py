@@ -1,7 +1,5 @@
 """Reads the table of devices that plans are made for."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Stands in for the devices and ranks of a planned script, none of which the planning machine needs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Holds what a plan assumes about a run: ranks, formats, budgets and accumulation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 _SHARDS = (None, "optimizer", "gradients")

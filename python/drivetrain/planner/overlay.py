@@ -1,7 +1,5 @@
 """Keeps what a script writes, moves and removes in a folder over the machine's files, which are only read."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Finds the iteration that a training loop repeats, from its optimizers' steps and the batches between them."""
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Applies a budget of activations to a trace with the solver of `activation_budget`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Records operations on tensors that have shapes and no values."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import weakref

@@ -4,8 +4,6 @@ An operation that is repeated alone finds its code, its result's memory and ofte
 others run between two calls of it, which takes its place in caches and clocks. Only the order of the step shows that.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -3,8 +3,6 @@
 `measure_script` runs it with values, to measure its iterations on this machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing.util
 import os

@@ -1,7 +1,5 @@
 """Predicts the time of a step: operations by a roofline, communication by rings and trees over the network."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Describes what a training step computes, allocates and frees: its operations, its memory blocks, and their order."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Measures the memory that CPU kernels take beyond their results, by calls of them on made-up values."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stands in for libraries that write files by themselves, and saves tensors that have no values."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Draws a spike: losses and gradient norms of the steps around it, with its samples and without them."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from pathlib import Path

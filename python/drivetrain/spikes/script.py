@@ -1,7 +1,5 @@
 """Runs a script from a checkpoint on and records its steps; `drivetrain explain` starts it for every rank."""
 
-from __future__ import annotations
-
 import json
 import math
 import operator

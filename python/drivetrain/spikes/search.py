@@ -1,7 +1,5 @@
 """Finds the step at which a training spikes, and the fewest samples without which it does not."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence

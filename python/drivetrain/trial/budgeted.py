@@ -1,7 +1,5 @@
 """Gives the models of an unedited script an activation budget, for `drivetrain try --budget`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares the runs of `drivetrain try`: where trajectories part, how long steps take, a table and a verdict."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Runs a script on several numbers of ranks for `drivetrain try --ranks`, and finds where their bits part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta

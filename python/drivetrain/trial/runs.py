@@ -1,7 +1,5 @@
 """Runs a script again and again for `drivetrain try`: on every rank, in fresh processes, in turn by variant."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs the first steps of a script in this process and records them; `drivetrain try` starts it for every rank."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

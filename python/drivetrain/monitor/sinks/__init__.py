@@ -1,7 +1,5 @@
 """Builds sinks from the strings of `Monitor(to=[...])`, and writes the event stream to files."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Sequence

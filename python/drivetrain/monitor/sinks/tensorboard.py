@@ -1,7 +1,5 @@
 """Writes the event stream for TensorBoard."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any

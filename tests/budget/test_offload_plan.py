@@ -194,10 +194,10 @@ def test_a_plan_with_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{plan.copies.num_values} tensors of" in said
     saved = json.loads(json.dumps(plan.to_dict()))
     assert saved["host_link"] == dataclasses.asdict(plan.host_link)
-    choice = plan._choice
+    choice = plan._chosen
     plan.remove()
     again = drivetrain.activation_budget(model, plan=saved, offload="64MiB")
-    assert again._choice == choice
+    assert again._chosen == choice
     again.remove()
 
 

@@ -17,10 +17,9 @@ from .. import _C
 from ..memory import bytes_of
 from . import progress, table
 from .compiled_regions import CompiledRegions
-from .copies import Copies, HostLink, link_of
+from .copies import HostLink, link_of
 from .plan import ChosenPolicy, choose
-from .retry import ModelSnapshot, Undo, drop_gradients, first_line, is_out_of_memory
-from .sharded import refuse_resharding
+from .retry import ModelSnapshot, Undo, drop_gradients, first_line, is_out_of_memory, refuse_resharding
 from .trace import STORAGE_FORMATS, Recording, Trace, profile
 
 __all__ = ["ActivationPlan", "activation_budget"]
@@ -187,7 +186,7 @@ def _planned(
                 return new
             new.remove()  # the first steps of a model may differ from later ones
         except BaseException as error:
-            is_too_small = new is not None and new._choice is None and isinstance(error, ValueError)
+            is_too_small = new is not None and not new.budget_bytes and isinstance(error, ValueError)
             (regions if new is None else new).remove()  # the caller never receives it
             if is_last or not is_too_small:
                 raise
@@ -202,6 +201,8 @@ class ActivationPlan(_C.ActivationScope):
         unplanned_bytes: The peak without a budget, by the sizes of what backward uses.
         planned_bytes: The predicted peak.
         planned_seconds: The predicted time that the plan adds to a step.
+        copies: The predicted copies to the host and back, and the time that a step waits for them; None without a link.
+        compiled: The model's compiled regions and their ratios of torch's memory budget.
         bound_seconds: A lower bound on the added time of every plan, from minimum cuts that ignore the memory of
             replays.
         smallest_bytes: The smallest budget for which a plan was found.
@@ -221,11 +222,10 @@ class ActivationPlan(_C.ActivationScope):
         self._recorder = _C.ActivationRecorder()
         super().__init__(self._recorder)
         self._model = model
-        self._regions = regions
+        self.compiled = regions
         self._pool = pool
         self.host_link: HostLink | None = None if pool is None else link_of(model)
         self._trace = trace
-        self._choice: ChosenPolicy | None = None
         self._recording: Recording | None = None
         self.unplanned_bytes = unplanned_bytes
         self.budget_bytes = 0
@@ -237,32 +237,6 @@ class ActivationPlan(_C.ActivationScope):
     def has_diverged(self) -> bool:
         """True if the last step has kept more than 1.05 times the budget. The first such step also warns."""
         return self._recorder.exceeding_bytes > 0
-
-    @property
-    def planned_bytes(self) -> int:
-        return self._chosen.peak_bytes
-
-    @property
-    def planned_seconds(self) -> float:
-        return self._chosen.seconds
-
-    @property
-    def bound_seconds(self) -> float:
-        return self._chosen.bound_seconds
-
-    @property
-    def smallest_bytes(self) -> int:
-        return self._chosen.smallest_bytes
-
-    @property
-    def compiled(self) -> CompiledRegions:
-        """The model's compiled regions and their ratios of torch's memory budget."""
-        return self._regions
-
-    @property
-    def copies(self) -> Copies | None:
-        """The predicted copies to the host and back, and the time that a step waits for them; None without a link."""
-        return self._chosen.copies
 
     @property
     def peak_bytes(self) -> int:
@@ -291,7 +265,7 @@ class ActivationPlan(_C.ActivationScope):
         if self._recording is not None:
             self._recording.__exit__()
             self._recording = None
-        self._regions.remove()
+        self.compiled.remove()
 
     def step(self, step_fn: Callable[[], Any]) -> Any:
         """Runs a training step. If it runs out of memory, makes the plan a tenth tighter and runs the step once more.
@@ -310,7 +284,7 @@ class ActivationPlan(_C.ActivationScope):
                 raise
             said = first_line(error)
         undo()
-        former = (self._choice, self.budget_bytes)
+        former = (self._chosen, self.budget_bytes)
         tighter = int(0.9 * min(self.budget_bytes, self.planned_bytes))
         try:
             self._choose(tighter)
@@ -325,7 +299,7 @@ class ActivationPlan(_C.ActivationScope):
             if not is_out_of_memory(error):
                 raise
             divergence, smallest = self._recorder.divergence, table.size(self.smallest_bytes)
-            self._choice, self.budget_bytes = former
+            self._use(*former)
             self._install()
             self.notes.pop()
             advice = (
@@ -349,7 +323,7 @@ class ActivationPlan(_C.ActivationScope):
             "trace": dataclasses.asdict(self._trace),
             "choice": dataclasses.asdict(self._chosen),
             "host_link": None if self.host_link is None else dataclasses.asdict(self.host_link),
-            "compiled": self._regions.to_dict(),
+            "compiled": self.compiled.to_dict(),
         }
 
     def save(self, path: "str | os.PathLike[str]") -> None:
@@ -375,10 +349,11 @@ class ActivationPlan(_C.ActivationScope):
     def _repr_html_(self) -> str:
         return table.html(self)
 
-    @property
-    def _chosen(self) -> ChosenPolicy:
-        assert self._choice is not None, "a plan chooses a policy before it is returned"
-        return self._choice
+    def _use(self, choice: ChosenPolicy, budget_bytes: int) -> None:
+        self._chosen, self.budget_bytes = choice, budget_bytes
+        self.planned_bytes, self.planned_seconds = choice.peak_bytes, choice.seconds
+        self.bound_seconds, self.smallest_bytes = choice.bound_seconds, choice.smallest_bytes
+        self.copies = choice.copies
 
     @classmethod
     def _from(
@@ -402,8 +377,7 @@ class ActivationPlan(_C.ActivationScope):
             raise ValueError("plan offloads to the host: pass offload= with the bytes that it may use there")
         regions = CompiledRegions.restored(model, plan.get("compiled"))
         made = cls(model, trace, plan["unplanned_bytes"], regions, pool)
-        made.budget_bytes = plan["budget_bytes"]
-        made._choice = ChosenPolicy.from_dict(plan["choice"])
+        made._use(ChosenPolicy.from_dict(plan["choice"]), plan["budget_bytes"])
         return made
 
     def _choose(self, budget_bytes: int) -> None:
@@ -414,7 +388,7 @@ class ActivationPlan(_C.ActivationScope):
                 f"budget is {table.size(budget_bytes)}: the smallest that is possible with this step is "
                 f"{table.size(choice.smallest_bytes)} ({table.size(self.unplanned_bytes)} without a budget)"
             )
-        self._choice, self.budget_bytes = choice, budget_bytes
+        self._use(choice, budget_bytes)
 
     def _install(self) -> None:
         self._recorder.set_formats([], self._pool, self.budget_bytes)

@@ -100,27 +100,18 @@ def anything_is_compiled() -> bool:
 
 
 def find(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    if _compiled_call_of(module) is not None:
+    call = getattr(module, "_compiled_call_impl", None)  # what `module.compile()` made, perhaps inside of the recorder
+    while isinstance(call, _C.ActivationCall):
+        call = call.inner
+    forward = module.__dict__.get("forward")  # compiled in modules that torch.compile returned, too
+    is_torchs = hasattr(forward, "_torchdynamo_orig_callable") and _context_of(forward) is not None
+    if call is not None:
         yield module, "_compiled_call_impl"
-    elif _is_compiled(module.__dict__.get("forward")):  # includes modules that torch.compile returned
+    elif is_torchs or isinstance(forward, Region):
         yield module, "forward"
     else:
         for child in module.children():
             yield from find(child)
-
-
-def _compiled_call_of(module: nn.Module) -> Any:
-    """Returns the compiled call that `module.compile()` made, unwrapped from the recorder; None if there is none."""
-    found = getattr(module, "_compiled_call_impl", None)
-    while isinstance(found, _C.ActivationCall):
-        found = found.inner
-    return found
-
-
-def _is_compiled(function: Any) -> bool:
-    return isinstance(function, Region) or (
-        hasattr(function, "_torchdynamo_orig_callable") and _context_of(function) is not None
-    )
 
 
 def _context_of(compiled: Any) -> Any:

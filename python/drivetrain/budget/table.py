@@ -1,17 +1,14 @@
 """Formats a plan as a table: per block of the model, the bytes saved and recomputed, and the time that takes."""
 
-import io
 import math
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from .. import _C
-from ..notebook import html_table
+from ..notebook import html_table, text_table
 from .plan import ChosenPolicy
 from .trace import RECOMPUTE, SAVE, STORAGE_FORMATS, Trace
 
@@ -77,20 +74,7 @@ _COLUMNS = ("block", "kept MiB", "packed MiB", "offloaded MiB", "recomputed MiB"
 
 def render(plan: "ActivationPlan") -> str:
     """Formats a plan for a terminal."""
-    table = Table(title=None)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "block" else "right")
-    *blocks, total = _cells(plan)
-    for row in blocks:
-        table.add_row(*row)
-    table.add_section()
-    table.add_row(*total)
-    out = Console(file=io.StringIO(), width=120)
-    out.print(table)
-    for line in lines(plan):
-        out.print(line, highlight=False)
-    assert isinstance(out.file, io.StringIO)
-    return out.file.getvalue()
+    return "\n".join([text_table(_COLUMNS, _cells(plan)), *lines(plan)])
 
 
 def html(plan: "ActivationPlan") -> str:

@@ -12,14 +12,7 @@ def run(args: argparse.Namespace) -> int:
     if lacks_folder(args.json, f"bench {args.topic}"):
         return 2
     if args.topic == "allreduce":
-        return allreduce.run(
-            ranks=args.ranks,
-            least=args.minbytes,
-            most=args.maxbytes,
-            factor=args.stepfactor,
-            only=args.transport,
-            json_file=args.json,
-        )
+        return allreduce.run(args)
     results: dict[str, list[Row]] = {}
     if args.topic in ("all", "optim"):
         results["optim"] = optim.run(threads=args.threads, rounds=args.rounds)

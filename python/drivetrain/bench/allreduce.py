@@ -1,5 +1,6 @@
 """Measures all-reduce by size over every transport, and prints the columns of nccl-tests' all_reduce_perf."""
 
+import argparse
 import functools
 import json
 import os
@@ -8,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,42 +93,33 @@ def sizes(least: str, most: str, factor: int) -> list[int]:
     return [size // 4 * 4 for size in found]
 
 
-def run(
-    *, ranks: int, least: str, most: str, factor: int, only: str | None = None, json_file: Path | None = None
-) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints a table per transport. Returns 0, 1 if a sum is wrong or no transport can be used, 2 for wrong arguments.
 
     Under torchrun the launcher's ranks take part, and rank 0 prints. Otherwise, ranks start on this machine.
-
-    Args:
-        ranks: Ranks to start without a launcher.
-        least: The smallest buffer, such as "1KiB".
-        most: The largest buffer.
-        factor: Between one size and the next.
-        only: The one transport to measure; None measures all.
-        json_file: Gets the figures as well.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        measure = functools.partial(measured, sizes(least, most, factor), device_type, only)
-        if only not in (None, *CHOICES):
-            raise ValueError(f"--transport is {only!r}, expected one of: {', '.join(map(repr, CHOICES))}")
-        if ranks < 2:
-            raise ValueError(f"--ranks is {ranks}, expected 2 or more")
+        in_bytes = sizes(args.minbytes, args.maxbytes, args.stepfactor)
+        if args.transport not in (None, *CHOICES):
+            raise ValueError(f"--transport is {args.transport!r}, expected one of: {', '.join(map(repr, CHOICES))}")
+        if args.ranks < 2:
+            raise ValueError(f"--ranks is {args.ranks}, expected 2 or more")
     except ValueError as error:
         print(f"bench allreduce: {error}", file=sys.stderr)
         return 2
+    measure = functools.partial(measured, in_bytes, device_type, args.transport)
     if all(os.environ.get(name) for name in _LAUNCHER):
         results, shape = _under_launcher(measure, device_type)
     else:
-        results, shape = on_ranks(measure, count=ranks, backend=BACKENDS[device_type])
+        results, shape = on_ranks(measure, count=args.ranks, backend=BACKENDS[device_type])
     if results is None:  # another rank prints
         return 0
     for result in results:
         _print(result, shape)
-    if json_file is not None:
+    if args.json is not None:
         tables = {result.transport: asdict(result) for result in results}
-        json_file.write_text(json.dumps({"torch": torch.__version__, "ranks": shape, "allreduce": tables}, indent=2))
+        args.json.write_text(json.dumps({"torch": torch.__version__, "ranks": shape, "allreduce": tables}, indent=2))
     are_right = all(_num_wrong(result) == 0 for result in results)
     return 0 if are_right and any(result.lines for result in results) else 1
 

@@ -248,7 +248,13 @@ class ComputeCheck:
         self, step: int, seen: RecordedStep | None, sums: Sums | None, optimizer: torch.optim.Optimizer
     ) -> None:
         kept = {name: hash_of(param) for name, param in self._params}
-        of_states = self._hashes_of_states(optimizer)
+        # Sharded states differ between ranks from the first step on, and do not count.
+        of_states = {
+            f"{name} ({key} of its state)": hash_of(value)
+            for name, param in self._params
+            for key, value in (optimizer.state.get(param) or {}).items()
+            if isinstance(value, torch.Tensor) and not hasattr(value, "to_local")
+        }
         own = (seen is not None, _checksum(kept), _checksum(of_states) if of_states else "")
         told = gather_objects(own, self._group)
         if not all(has_pass for has_pass, *_ in told):
@@ -358,15 +364,6 @@ class ComputeCheck:
             return repeat(self._model.module, self._params, seen), None
         except Exception as error:
             return {}, f"a pass of {type(self._model.module).__name__} cannot be repeated: {error}"
-
-    def _hashes_of_states(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Hashes the optimizer's states. Sharded ones differ between ranks from the first step on, and do not count."""
-        return {
-            f"{name} ({key} of its state)": hash_of(value)
-            for name, param in self._params
-            for key, value in (optimizer.state.get(param) or {}).items()
-            if isinstance(value, torch.Tensor) and not hasattr(value, "to_local")
-        }
 
     def _compare_kept(self, checksums: list[str], own: dict[str, int], step: int) -> None:
         counts = Counter(checksums)

@@ -102,7 +102,8 @@ class GradScaler(torch.amp.GradScaler):
                 flag.copy_(found)
             return by_device
         grads = [param.grad for param in params if param.grad is not None]
-        if grads and inv_scale.device.type == "cpu" and all(map(_is_plain, grads)):
+        are_plain = all(type(grad) is Tensor and grad.dtype is not torch.float16 for grad in grads)  # torch refuses it
+        if grads and inv_scale.device.type == "cpu" and are_plain:
             were_finite = _C.multiply_gradients(grads, float(inv_scale))
             if were_finite is not None:
                 return {found_inf.device: found_inf if were_finite else found_inf.fill_(1.0)}
@@ -167,8 +168,3 @@ class GradScaler(torch.amp.GradScaler):
             state["_patience"] = None
             state["_found_inf"] = None
         return state
-
-
-def _is_plain(grad: Tensor) -> bool:
-    """Returns whether the native pass may look at the gradient. torch's refuses float16."""
-    return type(grad) is Tensor and grad.dtype is not torch.float16

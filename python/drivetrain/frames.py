@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -26,12 +27,7 @@ os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, a
 
 def stack_of(innermost: FrameType) -> list[FrameType]:
     """Returns a frame of this thread and its callers, innermost first."""
-    stack = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
-    return stack
+    return [frame for frame, _ in traceback.walk_stack(innermost)]
 
 
 def stack_of_thread(ident: int) -> list[FrameType]:

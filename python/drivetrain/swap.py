@@ -23,11 +23,6 @@ class _Replacement:
     ours: object
     torch_modules: tuple[str, ...]
 
-    def may_change(self, module_name: str) -> bool:
-        """Returns True if a name in that module may be rebound. torch's internals keep torch's class."""
-        root = module_name.partition(".")[0]
-        return module_name in self.torch_modules or root not in ("torch", "drivetrain")
-
 
 # A module global that is bound to a class or function: the module, its namespace, and the name there.
 _Holder = tuple[str, dict[str, object], str]
@@ -109,7 +104,8 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
     swaps = (_DDP_SWAP, *(_OPTIMIZER_SWAPS if optim else ()))
     for holder, swap in _holders([(swap.original, swap) for swap in swaps]):
         module_name, namespace, alias = holder
-        if swap.may_change(module_name):
+        # torch's internals keep torch's class.
+        if module_name in swap.torch_modules or module_name.partition(".")[0] not in ("torch", "drivetrain"):
             namespace[alias] = swap.ours
             _rebound.append((holder, swap))
             names.append(f"{module_name}.{alias}")

@@ -90,7 +90,10 @@ class Prefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         last = None if self._under_way is None else self._under_way()
-        if last is not None and (last.is_counted or _shares_iterators(self.loader)):
+        has_kept_workers = getattr(self.loader, "persistent_workers", False) and getattr(self.loader, "num_workers", 0)
+        # Two iterations take batches from one iterator, or a Checkpointer counts the batches of one at a time.
+        is_shared = has_kept_workers or hasattr(self.loader, "__next__")
+        if last is not None and (is_shared or last._counter is not None):
             last.close()  # An iteration that was left early must not take batches from the next one.
         epoch = _Epoch(self)
         self._under_way = weakref.ref(epoch)
@@ -129,11 +132,6 @@ class _Epoch:
 
     def __len__(self) -> int:
         return len(self._owner)
-
-    @property
-    def is_counted(self) -> bool:
-        """True if a Checkpointer counts the batches, which it does for one iteration at a time."""
-        return self._counter is not None
 
     def __next__(self) -> Any:
         if self._is_done:
@@ -291,12 +289,6 @@ class _Copier:
             for tensor in _tensors(batch):
                 tensor.record_stream(stream)
         return batch
-
-
-def _shares_iterators(loader: object) -> bool:
-    """Returns whether two iterations over a loader take batches from one iterator."""
-    has_kept_workers = bool(getattr(loader, "persistent_workers", False)) and bool(getattr(loader, "num_workers", 0))
-    return has_kept_workers or hasattr(loader, "__next__")
 
 
 def moved(batch: Any, device: torch.device, is_pinned: bool) -> Any:

@@ -112,18 +112,15 @@ class _LastLine:
     def _above(self, write: _Write) -> _Write:
         def write_above(text: str) -> int:
             with self._lock:
-                self._erase()
+                if self._is_shown:
+                    self._write(self._ERASE)
+                    self._file.flush()
+                    self._is_shown = False
                 if text:
                     self._is_line_begun = not text.endswith("\n")
                 return write(text)
 
         return write_above
-
-    def _erase(self) -> None:
-        if self._is_shown:
-            self._write(self._ERASE)
-            self._file.flush()
-            self._is_shown = False
 
     def show(self, text: str) -> None:
         """Shows the text, cut to the width of the terminal, unless the script has begun a line there."""

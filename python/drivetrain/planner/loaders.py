@@ -47,7 +47,14 @@ def _iterator_of(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         finally:
             vars(loader).update(before)
         fetcher = batches._dataset_fetcher
-        fetcher.collate_fn = _outside(fetcher.collate_fn)
+        collate = fetcher.collate_fn
+
+        def collated(samples: Any) -> Any:
+            """Collates as outside of a worker, where no batch goes into shared memory."""
+            with _found_by_data_sets(None):
+                return collate(samples)
+
+        fetcher.collate_fn = collated
         batches._of_plan = loader, worker
         return batches
 
@@ -62,16 +69,6 @@ def _found_by_data_sets(worker: Any) -> Iterator[None]:
         yield
     finally:
         torch_worker._worker_info = before
-
-
-def _outside(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function that collates as outside of a worker, where no batch goes into shared memory."""
-
-    def collated(samples: Any) -> Any:
-        with _found_by_data_sets(None):
-            return collate(samples)
-
-    return collated
 
 
 def _noted(plain: Callable[[Any], Any], period: Period) -> Callable[[Any], Any]:

@@ -1,6 +1,7 @@
 """Records operations on tensors that have shapes and no values."""
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Iterator
@@ -61,7 +62,6 @@ class Recorder(TorchDispatchMode):
         self._questions = 0  # of optimizers for values
         self._is_above_positive = False  # the last operation was a comparison with a number above 0
         self._is_over = False
-        self._is_view: dict[Any, bool] = {}
 
     # ---- Storages.
 
@@ -212,9 +212,7 @@ class Recorder(TorchDispatchMode):
                 if is_there and self.on_device is not None:
                     self.on_device.add(block)
             writes.append(block)
-        is_view = self._is_view.get(func)
-        if is_view is None:
-            is_view = self._is_view[func] = _is_view_op(func)
+        is_view = _is_view_op(func)
         if not is_view and phase == "backward" and not is_recomputation and (node is None or node == "accumulate"):
             self.accumulations[number] = reads
         size = 0 if is_view else sum(map(_touched, tensors)) + sum(map(_touched, results))
@@ -286,6 +284,7 @@ class Recorder(TorchDispatchMode):
         return found
 
 
+@functools.cache
 def _is_view_op(func: Any) -> bool:
     return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
 

@@ -181,9 +181,8 @@ class Shadow:
         return wrapper
 
     def _scandir(self, plain: Callable[..., Any], path: str = ".") -> Any:
-        if not self.overlay.is_merged(path):
-            return plain(path) if self.overlay.place(path) == self.overlay.path(path) else _Entries(self, path)
-        return _Entries(self, path)
+        is_plain = not self.overlay.is_merged(path) and self.overlay.place(path) == self.overlay.path(path)
+        return plain(path) if is_plain else _Entries(self, path)
 
     def _set_facts(self, plain: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> None:
         """Changes modes and times of files of the overlay, and nothing of the machine's, where no script reads them."""
@@ -357,15 +356,12 @@ def rebind(replaced: dict[Any, Any]) -> None:
         holders = [(module, alias, value) for alias, value in namespace.items() if id(value) in by_id]
         for each in namespace.values() if name in _HIGHER_CLASSES else ():
             if isinstance(each, type):
-                entries = ((alias, _bare(value)) for alias, value in vars(each).items())
-                holders += [(each, *entry) for entry in entries if id(entry[1]) in by_id]
+                for alias, value in vars(each).items():
+                    bare = value.__func__ if type(value) is staticmethod else value
+                    holders += [(each, alias, bare)] if id(bare) in by_id else []
         for holder, alias, bare in holders:
             new = by_id[id(bare)]
             setattr(holder, alias, staticmethod(new) if isinstance(holder, type) else new)
-
-
-def _bare(value: Any) -> Any:
-    return value.__func__ if type(value) is staticmethod else value
 
 
 def _text(path: Any) -> Any:

@@ -144,7 +144,7 @@ class Tracer:
                 f"{self._what} makes a sparse tensor ({_line_of(error)}), and a plan knows dense ones only: plan with "
                 "sparse=False"
             ) from error
-        if _needs_values(error):
+        if any(part in str(error) for part in ("data pointer", "numpy()", "tolist", "FakeTensor", "meta tensor")):
             raise PlanError(
                 f"{self._what} reads the values of a tensor ({_line_of(error)}), and a plan computes no values. Leave "
                 f"out what reads them, such as .numpy() or .tolist(). ({error})"
@@ -207,11 +207,6 @@ def _line_of(error: BaseException) -> str:
     """Returns the user's line that raised the error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return users_line(frames[::-1])
-
-
-def _needs_values(error: BaseException) -> bool:
-    text = str(error)
-    return any(part in text for part in ("data pointer", "numpy()", "tolist", "FakeTensor", "meta tensor"))
 
 
 def _restore_state(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> None:

@@ -67,13 +67,6 @@ def spike_at(ranks: Runs, index: int, factor: float) -> Spike | None:
     return max(found, key=lambda one: one[0])[1] if found else None
 
 
-def first_spike(ranks: Runs, factor: float) -> Spike | None:
-    """Returns the first spike of a run."""
-    num_steps = max(len(one.steps) for one in ranks)
-    spikes = (spike_at(ranks, index, factor) for index in range(num_steps))
-    return next((one for one in spikes if one is not None), None)
-
-
 def _watched(ranks: Runs, index: int) -> Iterator[tuple[str, list[float]]]:
     """Yields the name of each value that is watched, with its course up to a step."""
     for rank, record in enumerate(ranks):
@@ -172,7 +165,8 @@ def explain(
     """
     survey = run(num_steps, [])
     spike = spike_at(survey, step - survey[0].restored - 1, factor) if step is not None else None
-    spike = spike or first_spike(survey, factor)
+    places = range(max(len(one.steps) for one in survey))
+    spike = spike or next((one for place in places if (one := spike_at(survey, place, factor))), None)
     if spike is None:
         return survey
     index = spike.index

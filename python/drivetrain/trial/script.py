@@ -229,13 +229,6 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _end_together(address: Sequence[Any], key: str, rank: int, world_size: int) -> None:
-    """Waits until every rank has made its last step: a process that ends takes its connections with it."""
-    store = TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=_END_S))
-    store.set(f"{key}/{rank}", "")
-    store.wait([f"{key}/{other}" for other in range(world_size)], timedelta(seconds=_END_S))
-
-
 def _without_ours(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
@@ -291,8 +284,12 @@ def leave(task: dict[str, Any], waits: bool) -> NoReturn:
     """
     for worker in multiprocessing.active_children():
         worker.terminate()
-    if task["store"] and waits:
-        _end_together(task["store"], task["key"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    if task["store"] and waits:  # a process that ends takes its connections with it
+        host, port = task["store"]
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_END_S))
+        store.set(f"{task['key']}/{os.environ['RANK']}", "")
+        ranks = range(int(os.environ["WORLD_SIZE"]))
+        store.wait([f"{task['key']}/{rank}" for rank in ranks], timedelta(seconds=_END_S))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -343,8 +343,7 @@ class ActivationPlan(_C.ActivationScope):
     def __str__(self) -> str:
         return table.render(self)
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return table.html(self)

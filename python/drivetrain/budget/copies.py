@@ -61,18 +61,11 @@ def measured_link(device: torch.device) -> HostLink:
     return HostLink(out_bytes_per_second, in_bytes_per_second, max(small))
 
 
-class _CopySeconds(NamedTuple):
-    """The seconds of a copy to the host, and of one back."""
-
-    out: float
-    back: float
-
-
-def _copy_seconds(device: torch.device, num_bytes: int) -> _CopySeconds:
+def _copy_seconds(device: torch.device, num_bytes: int) -> list[float]:
     """Returns the shortest seconds of a few copies to the host and back. The first round only warms up."""
     on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     on_host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-    shortest = _CopySeconds(float("inf"), float("inf"))
+    shortest = [float("inf"), float("inf")]
     for _ in range(1 + _ROUNDS):
         events = [torch.Event(device, enable_timing=True) for _ in range(3)]
         events[0].record()
@@ -81,8 +74,8 @@ def _copy_seconds(device: torch.device, num_bytes: int) -> _CopySeconds:
         on_device.copy_(on_host, non_blocking=True)
         events[2].record()
         events[2].synchronize()
-        out, back = (begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events))
-        shortest = _CopySeconds(min(shortest.out, out), min(shortest.back, back))
+        took = (begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events))
+        shortest = list(map(min, shortest, took))
     return shortest
 
 

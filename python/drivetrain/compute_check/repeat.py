@@ -2,8 +2,8 @@
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,9 @@ def repeat(model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], seen: R
         if seen.random_states["cuda"] is not None:
             torch.cuda.set_rng_state(seen.random_states["cuda"])  # of the current device
         args, kwargs = _copied(seen.inputs, device)
-        with _autocast(seen.autocast):
+        with ExitStack() as stack:
+            for kind, (enabled, dtype) in seen.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             results = results_of(model(*args, **kwargs))
         grads = torch.autograd.grad(
             [results[place] for place in seen.output_grads],
@@ -133,14 +135,3 @@ class _NoCollectives(TorchDispatchMode):
         if "c10d" in func.namespace:
             raise RuntimeError(f"its forward or backward has collectives ({func})")
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
-    kind, *others = states
-    with torch.autocast(kind, dtype=states[kind][1], enabled=states[kind][0]):
-        if others:
-            with _autocast({other: states[other] for other in others}):
-                yield
-        else:
-            yield

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-_SHARDS = (None, "optimizer", "gradients")
-_ENGINES = ("drivetrain", "torch")
+_CHOICES = {
+    "shard": (None, "optimizer", "gradients"),
+    "ddp": ("drivetrain", "torch"),
+    "master_bits": (None, 32, 24),
+}
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,9 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}, expected a whole number of 1 or more")
-        if self.shard not in _SHARDS:
-            raise ValueError(f"shard is {self.shard!r}, expected one of {', '.join(map(repr, _SHARDS))}")
-        if self.ddp not in _ENGINES:
-            raise ValueError(f"ddp is {self.ddp!r}, expected one of {', '.join(map(repr, _ENGINES))}")
-        if self.master_bits not in (None, 32, 24):
-            raise ValueError(f"master_bits is {self.master_bits!r}, expected one of None, 32, 24")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(map(repr, known))}")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget is {self.budget} bytes, expected more than 0")
         if not (isinstance(self.bucket_mib, int | float) and self.bucket_mib > 0):

@@ -265,8 +265,10 @@ class Plan:
         if op is not None:
             where = "the optimizer step" if op.phase == "optimizer" else f"{op.phase} of {op.module or 'the loss'}"
             peak = f"{where}, {op.name}"
+        number = self.trace.num_parameters
+        count = f"{number / 1e6:,.1f} M" if number >= 1_000_000 else f"{number:,}"
         lines = [
-            f"{_counted(self.trace.num_parameters)} parameters on {ranks} of {self.device.name}: {verdict}, "
+            f"{count} parameters on {ranks} of {self.device.name}: {verdict}, "
             f"{formatted(memory.total)} of {formatted(memory.capacity)} per rank",
             f"peak: {peak}",
         ]
@@ -328,16 +330,11 @@ class Plan:
             parts.append("\n".join(["the plan has kept the script from these:", *self.trace.changes]))
         return "\n\n".join(parts)
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         tables = [html_table([], header, rows) for header, rows in self._tables()]
         return html_table(self._heading(), ("",), []) + "".join(tables)
-
-
-def _counted(number: int) -> str:
-    return f"{number / 1e6:,.1f} M" if number >= 1_000_000 else f"{number:,}"
 
 
 # ---- States of drivetrain's optimizers in place of a trace's.

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import copyreg
 import multiprocessing.util
 import os
 import pickle
@@ -124,7 +125,8 @@ def _run_as_child(sender: int, work: Callable[[], object]) -> None:
             result = error.with_traceback(None)
             result.__cause__ = result.__context__ = None
         with os.fdopen(sender, "wb") as file:
-            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(result)
+            copyreg.pickle(torch._ops.OpOverload, lambda op: (_operation, (op._schema.name, op._overloadname)))
+            pickle.dump(result, file, pickle.HIGHEST_PROTOCOL)
         code = 0
     except KeyboardInterrupt:
         code = 130
@@ -137,16 +139,8 @@ def _run_as_child(sender: int, work: Callable[[], object]) -> None:
         os._exit(code)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles operations of torch by their names."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch._ops.OpOverload):
-            return _operation, (value._schema.name, value._overloadname)
-        return NotImplemented
-
-
 def _operation(name: str, overload: str) -> Any:
+    """Returns an operation of torch by its name, as it is pickled."""
     namespace, _, packet = name.partition("::")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import operator
+import pickle
 import sys
 import time
 from collections import deque
@@ -226,7 +227,7 @@ def main(task: dict[str, Any]) -> NoReturn:
     checkpointer = {"drivetrain.checkpointing.checkpointer": stand_in}
     recorder.finish(run_script(task, shadow, recorder.begin, checkpointer)[0])
     with shadow.lifted():
-        Path(task["record"]).write_text(json.dumps(asdict(recorder.record)))
+        Path(task["record"]).write_bytes(pickle.dumps(asdict(recorder.record)))
         leave(task, waits=not recorder.record.error)
 
 

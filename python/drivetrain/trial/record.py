@@ -1,11 +1,6 @@
 """Holds what one run of a script's first steps has shown, for the processes of `drivetrain try`."""
 
-from __future__ import annotations
-
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 # The norm of a tensor, and its product with random signs. The difference of two products is about the norm of the
 # difference of the tensors, whatever their values are.
@@ -26,18 +21,9 @@ class Variant:
     budget: str = ""  # of the activations of every model
 
     @property
-    def is_torch(self) -> bool:
-        return self.ddp is None
-
-    @property
     def has_same_gradients(self) -> bool:
         """True if `.grad` before an optimizer's step must be torch's: no optimizer here unscales or clips by itself."""
         return not self.optim and not (self.ddp or {}).get("shard")
-
-    @property
-    def rounds_states(self) -> bool:
-        """True if it rounds more than torch by the user's wish, so that its trajectory parts."""
-        return bool(self.formats)
 
 
 @dataclass
@@ -66,11 +52,3 @@ class RunRecord:
     changes: list[str] = field(default_factory=list)  # what the script would have written and started
     built: list[str] = field(default_factory=list)  # models and optimizers of drivetrain
     error: str = ""  # why there are fewer steps than asked for
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> RunRecord:
-        """Returns the record that `write` has written as JSON."""
-        return cls(**found | {"steps": [Step(**step) for step in found["steps"]]})

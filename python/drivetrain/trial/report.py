@@ -121,7 +121,7 @@ class TrialReport:
 
     def parting_of(self, tried: Tried) -> Parting | None:
         """Returns where a variant parts from torch; a format that rounds more by the user's wish always does."""
-        if tried.variant.rounds_states:
+        if tried.variant.formats:
             return None
         return parting(self.torchs.checked, tried.checked, self.usual, tried.variant.has_same_gradients)
 
@@ -155,7 +155,9 @@ class TrialReport:
             rows.append((f"loss at step {index + 1}", *(_loss(one.checked, index) for one in every)))
         if all(one.timed and all(run.steps for run in one.timed) for one in every):
             rows.append(("ms per step", *(f"{1e3 * min(map(step_s, one.timed)):.1f}" for one in every)))
-            rows.append(("time / torch's", "1", *(_ratio(self.torchs, one) for one in self.others)))
+            found = [ratios(self.torchs.timed, one.timed) for one in self.others]
+            shown = (f"{ratio:.2f} ({least:.2f}-{most:.2f})" for ratio, least, most in found)
+            rows.append(("time / torch's", "1", *shown))
             for phase, label in LABELS.items():
                 times = [min(run.phases.get(phase, 0.0) for run in one.timed) for one in every]
                 if max(times) > 0:
@@ -198,7 +200,7 @@ class TrialReport:
         if (found := self.parting_of(tried)) is not None:
             return f"{name} TRAINS SOMETHING ELSE from {found}. Please report this."
         steps = len(theirs.steps)
-        if tried.variant.rounds_states:
+        if tried.variant.formats:
             same = f"{name} rounds states as asked for"
         elif tried.variant.budget and not tried.checked.plain_bytes:
             return f"{name} has changed nothing: no model got a budget, for the reasons above."
@@ -217,8 +219,3 @@ class TrialReport:
 def _loss(record: RunRecord, index: int) -> str:
     losses = record.steps[index].losses if index < len(record.steps) else []
     return f"{sum(losses) / len(losses):.6g}" if losses else "none"
-
-
-def _ratio(torchs: Tried, tried: Tried) -> str:
-    median, least, most = ratios(torchs.timed, tried.timed)
-    return f"{median:.2f} ({least:.2f}-{most:.2f})"

@@ -80,7 +80,7 @@ def _run_on(trial: Trial, size: int) -> RunRecord:
     task = {"variant": asdict(Variant("drivetrain", {})), "prints": True, "calls": True, "noise": 0.0}
     task |= {"store": ("127.0.0.1", store.port) if size > 1 else None, "key": f"drivetrain-try/{size}"}
     own = [(world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, task) for rank in range(size)]
-    ranks = [RunRecord.of(one) for one in run("drivetrain.trial.script", trial, own, f" on {size} ranks")]
+    ranks: list[RunRecord] = run("drivetrain.trial.script", trial, own, f" on {size} ranks")
     for step, *others in zip(*(rank.steps for rank in ranks), strict=False):
         step.calls += [call for other in others for call in other.calls]  # in the order of logical ranks
     return ranks[0]

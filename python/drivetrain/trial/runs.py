@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from .record import RunRecord, Variant
 
 _MEETING_S = 600.0  # the longest wait for another rank between two runs
 _LAST_LINES = 15
-_RECORD, _SAID = "record.json", "said"  # files of a run
+_RECORD, _SAID = "record", "said"  # files of a run
 _FIXED = {"PYTHONHASHSEED": "0"}  # variables that make runs repeat
 
 
@@ -43,7 +44,7 @@ def run(
     trial: Trial,
     ranks: Sequence[tuple[dict[str, str], dict[str, Any]]],
     how: str = "",
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """Runs `python -m module` for the script in a process per rank, and returns the records that they write.
 
     All end once one has failed, or at the limit.
@@ -93,7 +94,7 @@ def run(
                     ended = f"did not make {given['steps']} optimizer steps in {trial.limit_s:.0f} s (--limit)"
                 last = "\n".join((folder / _SAID).read_text(errors="replace").splitlines()[-_LAST_LINES:])
                 raise TrialError(f"{trial.script}{how} {ended}. Its last lines:\n{last}")
-        return [json.loads((folder / _RECORD).read_text()) for folder, _ in processes]
+        return [pickle.loads((folder / _RECORD).read_bytes()) for folder, _ in processes]
 
 
 def free_port() -> int:
@@ -137,9 +138,10 @@ class Runs:
             TrialError: There is no record.
         """
         task = {"variant": asdict(variant), "prints": prints, "calls": False, "noise": noise}
-        return RunRecord.of(self.start("drivetrain.trial.script", task, f" under {variant.name}"))
+        record: RunRecord = self.start("drivetrain.trial.script", task, f" under {variant.name}")
+        return record
 
-    def start(self, module: str, task: dict[str, Any], how: str = "") -> dict[str, Any]:
+    def start(self, module: str, task: dict[str, Any], how: str = "") -> Any:
         """Runs `python -m module` with a task for the script, and returns the record that it writes.
 
         Args:

@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import resource
 import sys
@@ -40,23 +41,20 @@ class StepRecorder:
     """Records each optimizer step of this process and ends the script after the last that is asked for.
 
     Args:
-        num_steps: Calls of optimizers' `step`, after which `Enough` is raised.
-        takes_prints: Also takes prints of gradients and parameters, which are not in the times.
-        noise: Relative size of a change that is made to each parameter before the first step; 0: none.
-        takes_calls: Also takes prints of what modules take and return.
+        task: "steps" are the calls of optimizers' `step`, after which `Enough` is raised. "prints" are also taken of
+            gradients and parameters, which are not in the times, and of "calls": what modules take and return. "noise"
+            is the relative size of a change that is made to each parameter before the first step; 0: none.
         end_of_planning: Is called once every model has been trained, as two models may have a step each.
     """
 
-    def __init__(
-        self, num_steps: int, takes_prints: bool, noise: float, takes_calls: bool, end_of_planning: Callable[[], None]
-    ) -> None:
+    def __init__(self, task: dict[str, Any], end_of_planning: Callable[[], None]) -> None:
         self.record = RunRecord()
         self._end_of_planning = end_of_planning
-        self._num_steps, self._takes_prints, self._noise = num_steps, takes_prints, noise
+        self._num_steps, self._takes_prints, self._noise = task["steps"], task["prints"], task["noise"]
         self._signs = torch.empty(0)
         self._names: dict[int, str] = {}
         self._step = Step()
-        self._calls: list[ModuleCall] | None = [] if takes_calls else None
+        self._calls: list[ModuleCall] | None = [] if task["calls"] else None
         self._module_names: dict[int, str] = {}
         self._begin = time.perf_counter()
 
@@ -303,10 +301,10 @@ def main(task: dict[str, Any]) -> NoReturn:
     """
     variant = Variant(**task["variant"])
     budgeted = BudgetedCalls(variant.budget)
-    recorder = StepRecorder(task["steps"], task["prints"], task["noise"], task["calls"], budgeted.end)
+    recorder = StepRecorder(task, budgeted.end)
     record, shadow = recorder.record, Shadow(task["folder"], "a script under trial")
     before = _network_bytes()
-    if not variant.is_torch:
+    if variant.ddp is not None:
         _use(variant)
     monitor = None if task["prints"] else ScriptMonitor([], progress=False)
 
@@ -332,13 +330,13 @@ def main(task: dict[str, Any]) -> NoReturn:
         changes = [f"{what} {path}" for what, path, _ in shadow.overlay.changes()]
         changes += [f"start {program[:60]}" for program in dict.fromkeys(shadow.programs)]
         record.changes = changes[:_MOST_NOTES]
-        if not variant.is_torch:
+        if variant.ddp is not None:
             from ..ddp import defaults
             from ..optim import left_to_torch
 
             planned = [f"activation budget of {type(plan._model).__name__}" for plan in budgeted.plans]
             record.built = [*defaults.constructed, *left_to_torch.constructed, *planned]
-        record.write(Path(task["record"]))
+        Path(task["record"]).write_bytes(pickle.dumps(record))
         leave(task, waits=not (record.error and len(record.steps) < task["steps"]))
 
 

@@ -31,17 +31,13 @@ def bytes_of(budget: int | str, whole: int, name: str = "budget") -> int:
         raise TypeError(f"{name} is {budget!r}, {expected}")
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", budget)
-        unit = match[2] if match else None
-        if match is None or (unit != "%" and unit not in _UNITS):
-            raise ValueError(f"{name} is {budget!r}, {expected}")
-        num_bytes = float(match[1]) * (whole / 100 if unit == "%" else _UNITS[str(unit)])
-        if num_bytes <= 0:
-            raise ValueError(f"{name} is {budget!r}, {expected}")
-        return min(max(int(num_bytes), 1), sys.maxsize)
-    num_bytes = operator.index(budget)
+        units = {**_UNITS, "%": whole / 100}
+        num_bytes = float(match[1]) * units.get(match[2], 0) if match else 0.0
+    else:
+        num_bytes = operator.index(budget)
     if num_bytes <= 0:
-        raise ValueError(f"{name} is {budget}, {expected}")
-    return min(num_bytes, sys.maxsize)
+        raise ValueError(f"{name} is {budget!r}, {expected}")
+    return min(max(int(num_bytes), 1), sys.maxsize)
 
 
 class HostMemory(NamedTuple):

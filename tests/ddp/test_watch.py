@@ -28,7 +28,7 @@ from drivetrain import DistributedDataParallel as DDP
 from drivetrain import frames
 from drivetrain.ddp import control_block, hang_reports
 from drivetrain.ddp.control_block import ControlBlock
-from drivetrain.monitor.places import Places
+from drivetrain.monitor.hangs import Places
 from polling import wait_until
 from ranks import RankPool, run_on
 

@@ -126,7 +126,8 @@ def ratio_of_medians(below: Sequence[float], above: Sequence[float]) -> tuple[fl
     zero."""
 
     def ratio(chosen: Sequence[int]) -> float:
-        return _ratio(statistics.median(above[i] for i in chosen), statistics.median(below[i] for i in chosen))
+        divisor = statistics.median(below[i] for i in chosen)  # 0 as a difference of quantized GPU times may be
+        return statistics.median(above[i] for i in chosen) / divisor if divisor else math.inf
 
     return _interval(ratio, len(below))
 
@@ -135,11 +136,6 @@ def _interval(statistic: Callable[[Sequence[int]], float], count: int) -> tuple[
     rng = random.Random(0)
     found = sorted(statistic(rng.choices(range(count), k=count)) for _ in range(_RESAMPLES))
     return statistic(range(count)), found[int(0.025 * _RESAMPLES)], found[int(0.975 * _RESAMPLES)]
-
-
-def _ratio(above: float, below: float) -> float:
-    """Divides; infinite where `below` is 0, as a difference of quantized GPU times may be."""
-    return above / below if below else math.inf
 
 
 def ratio_row(

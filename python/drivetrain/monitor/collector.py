@@ -25,8 +25,7 @@ from ..optim.statistics import StepStatistics
 from ..phases import LABELS, PHASES
 from ..threads import Thread, settle_on_device
 from .advice import Setup, advise
-from .hangs import Hang, HangWatch
-from .places import Places
+from .hangs import Hang, HangWatch, Places
 from .stragglers import Exchange, Straggler
 from .stream import Event, Stream, event
 from .summary import Summary

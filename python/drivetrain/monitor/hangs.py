@@ -1,9 +1,11 @@
-"""Notices that this rank stands still, and says in which phase, file and line. A signal prints its stacks."""
+"""Notices that this rank stands still, and says where it and the others are. A signal prints its stacks."""
 
 import faulthandler
+import itertools
 import signal
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,10 @@ from types import FrameType
 import torch.distributed as dist
 
 from .. import _C
+from ..ddp.control_block import ControlBlock, RankRecord
 from ..frames import stack_of_thread, users_line
 from ..phases import LABELS, PHASES
+from ..processes import this_process
 
 # The first pass through a phase may compile, or start workers.
 LIMIT_S, FIRST_LIMIT_S = 8.0, 20.0
@@ -22,6 +26,11 @@ _TIMES_OUTSIDE = 8  # ranks wait longer between steps: for an evaluation or a ch
 _BEATS_PER_LIMIT, _SHORTEST_BEAT_S, _LONGEST_BEAT_S = 5, 0.4, 1.6
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 STACKS_SIGNAL = signal.SIGRTMAX - 1  # programs rarely use the real-time signals
+_SILENT_BEATS = 3  # a rank that publishes nothing for so many is called silent
+_PLACES_NAMED = 4
+_RANKS_NAMED = 8
+_RANKS_ASKED = 64  # where none is behind, silent or ended
+_beats = itertools.count(1)  # of all monitors of this process, as the others see one rank
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,85 @@ class HangWatch:
         stack = "".join(traceback.format_stack(frames[0])) if frames else ""
         text = f"rank {self._rank} has stood still for {quiet_s:.0f} s in step {step}, {self._place(phase, where)}"
         return Hang(phase, where, quiet_s, text, stack)
+
+
+class Places:
+    """Publishes this rank's place every `beat_s` seconds, in a control block that has no other user."""
+
+    def __init__(self, block: ControlBlock, beat_s: float) -> None:
+        self._block, self._beat_s = block, beat_s
+        self._next_s = self._next_read_s = 0.0
+        self._wait_ns = 0  # when the wait began through which the others are listened to
+
+    def publish(self, step: int, where: str) -> None:
+        """Publishes this rank's place: a text that goes on behind "rank 0 is "."""
+        self._next_s = time.monotonic() + self._beat_s
+        record: RankRecord = {
+            "beat": next(_beats),
+            "step": step,
+            "position": 0,
+            "awaited": "",
+            "where": where,
+            "wait_s": None,
+            "process": this_process(),
+            "has_failed": False,
+        }
+        self._block.publish(record)
+
+    def is_due(self) -> bool:
+        """Returns True if the last record is a beat old."""
+        return time.monotonic() >= self._next_s
+
+    def listen(self, wait_ns: int) -> None:
+        """Reads the others' records at each beat of one wait, given by its start, so that silent ranks are known."""
+        if self._wait_ns != wait_ns:
+            self._wait_ns, self._next_read_s = wait_ns, time.monotonic() + self._beat_s
+            self._block.begin_listening()
+        elif time.monotonic() >= self._next_read_s:
+            self._next_read_s = time.monotonic() + self._beat_s
+            self._block.read()
+
+    def others(self, step: int) -> list[str]:
+        """Describes where the others are, by place, and first the place with the fewest ranks.
+
+        A rank without a monitor is left out. In a large group, these are the ranks that are behind, silent or gone.
+        """
+        block = self._block
+        block.read()
+        known = {rank: status for rank, status in enumerate(block.seen) if status is not None and rank != block.rank}
+        behind = [
+            rank
+            for rank, one in known.items()
+            if one.step < step or block.has_ended(rank) or block.is_silent(rank, _SILENT_BEATS)
+        ]
+        block.fetch(behind[:_RANKS_ASKED] or list(known)[:_RANKS_ASKED])
+        ranks_of = defaultdict(list)
+        for rank in known:
+            if (record := block.last[rank]) is not None:
+                ranks_of[self._place_of(rank, record, step)].append(block.ranks[rank])
+        places = sorted(ranks_of.items(), key=lambda item: (len(item[1]), item[1]))
+        plural = {"is": "are", "has": "have"}
+        named = []
+        for place, ranks in places:
+            verb, _, rest = place.partition(" ")
+            named.append(f"{_names(ranks)} {verb if len(ranks) == 1 else plural[verb]} {rest}")
+        if len(named) > _PLACES_NAMED:
+            named[_PLACES_NAMED:] = [f"others are at {len(named) - _PLACES_NAMED} more places"]
+        return named
+
+    def _place_of(self, rank: int, record: RankRecord, step: int) -> str:
+        where = record["where"] if record["step"] == step else f"{record['where']}, in step {record['step']}"
+        if self._block.has_ended(rank):
+            return f"has ended: its process {record['process']['pid']} is gone, last seen {where}"
+        if self._block.is_silent(rank, _SILENT_BEATS):
+            return f"has not been heard of for {self._block.silence_s(rank):.0f} s, last seen {where}"
+        return f"is {where}"
+
+
+def _names(ranks: list[int]) -> str:
+    more = [] if len(ranks) <= _RANKS_NAMED else [f"{len(ranks) - _RANKS_NAMED} more"]
+    names = [str(rank) for rank in ranks[:_RANKS_NAMED]] + more
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def print_stacks_on_request() -> None:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _C
 from ..phases import number_of
+
+if TYPE_CHECKING:
+    from .monitor import Monitor
 
 _DATA, _FORWARD = number_of("data"), number_of("forward")
 _BACKWARD, _OPTIMIZER = number_of("backward"), number_of("optimizer")
@@ -74,23 +77,15 @@ class Batches:
 
     Args:
         loader: Any iterable of batches.
-        on_wait: Called before the loop waits for a batch.
-        on_batch: Called with each batch.
-        on_end: Called after the last batch, and when the loop is left before it.
+        monitor: Hears of waits, of each batch, and of the end, also where the loop is left before it.
         make_iterator: Returns the loader's iterator; None: `iter(loader)`.
     """
 
     def __init__(
-        self,
-        loader: Iterable[Any],
-        on_wait: Callable[[], None],
-        on_batch: Callable[[Any], None],
-        on_end: Callable[[], None],
-        make_iterator: Callable[[], Iterator[Any]] | None = None,
+        self, loader: Iterable[Any], monitor: "Monitor", make_iterator: Callable[[], Iterator[Any]] | None = None
     ) -> None:
-        self.on_wait, self.on_batch, self.on_end = on_wait, on_batch, on_end
+        self.monitor, self._loader = monitor, loader
         self.make_iterator = make_iterator or (lambda: iter(loader))
-        self._loader = loader
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -105,7 +100,7 @@ class _MarkedIterator:
     def __init__(self, owner: Batches) -> None:
         self._own, self._owner, self._has_ended = iter(()), owner, False
         # Not later: a DataLoader's iterator draws its seed, and starts its workers, when it is made.
-        owner.on_wait()
+        owner.monitor._before_batch()
         _C.trace_begin(_DATA)  # starting workers counts as waiting for data
         try:
             self._own = owner.make_iterator()
@@ -118,7 +113,7 @@ class _MarkedIterator:
 
     def __next__(self) -> Any:
         if time.monotonic() - self._made_at >= _SAME_WAIT_S:
-            self._owner.on_wait()
+            self._owner.monitor._before_batch()
         self._made_at = 0.0  # the next wait is another one
         _C.trace_begin(_DATA)
         try:
@@ -128,14 +123,14 @@ class _MarkedIterator:
         if batch is _END:
             self.close()
             raise StopIteration
-        self._owner.on_batch(batch)
+        self._owner.monitor._take_batch(batch)
         return batch
 
     def close(self) -> None:
         """Ends the last step. A loop that is left by break does it when it drops the iterator."""
         if not self._has_ended:
             self._has_ended = True
-            self._owner.on_end()
+            self._owner.monitor._end_batches()
 
     __del__ = close
 

@@ -41,7 +41,7 @@ class MonitorCallback(TrainerMonitorCallback, Callback):  # type: ignore[misc]
         # Lightning calls training_step without the module's __call__, so that no hook of the module sees it.
         self.monitor = TrainerMonitor(None, trainer.optimizers, loaders[0] if loaders else None, **self._options)
         self.monitor.start()
-        self.monitor.call_at_end(_watch(trainer.profiler, self.monitor))
+        self.monitor._hooks.callback(_watch(trainer.profiler, self.monitor))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Counts the batch."""

@@ -62,6 +62,9 @@ class Monitor:
             taken before, if that is more. None takes 8, and 20 for a phase that has never ended. 0 reports none.
         count: Takes a batch and returns its samples, or tokens; None counts the first dimension of its first tensor.
 
+    Attributes:
+        is_active: True inside of the with statement.
+
     Raises:
         TypeError: `model` is no module, `optimizer` is no optimizer and no sequence of them, or `count` is no function.
             Or `to` is no list, or holds something else than strings and sinks.
@@ -101,7 +104,7 @@ class Monitor:
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._model, self._loader = model, loader
         self._iterated: Iterable[Any] | None = None  # the loader that the loop iterates over
-        self._is_active = False
+        self.is_active = False
         # None: all optimizers of the process, see ScriptMonitor.
         self._optimizers: list[torch.optim.Optimizer] | None = [] if optimizer is None else _as_list(optimizer)
         self._flops, self._peak_flops = flops, peak_flops
@@ -141,12 +144,25 @@ class Monitor:
             self._follow(self._device)
             hangs = HangWatch(self._rank, threading.get_ident(), self._hang_limit_s, lambda: self._num_batches > 0)
             self._collector = Collector(self, self._reader, self._stream, hangs)
-            self._stream.send(self._run_event())
+            self._stream.send(
+                event(
+                    "run",
+                    self._rank,
+                    0,
+                    world_size=self._world_size,
+                    host=platform.node(),
+                    pid=os.getpid(),
+                    device=str(self._device),
+                    torch=str(torch.__version__),
+                    parameters=sum(p.numel() for p in self._model.parameters()) if self._model is not None else None,
+                    flops_not_counted=self._why_not_counted,
+                )
+            )
             self._attach()
             print_stacks_on_request()
             _C.trace_step(OUTSIDE)
             self._collector.start()
-            self._is_active = True
+            self.is_active = True
         except BaseException:
             self._reader.stop()
             raise
@@ -158,7 +174,7 @@ class Monitor:
         assert self._reader is not None
         assert self._stream is not None
         assert self._collector is not None
-        self._is_active = False
+        self.is_active = False
         if self._is_counting:
             self._end_counting()
         for optimizer in list(self._measured) if error is None else ():
@@ -181,8 +197,10 @@ class Monitor:
         summary.note_dropped(self._stream.dropped())
         if self._progress is not None:
             self._progress.close()
-            if summary.num_steps:
-                self._show(summary)
+            if summary.num_steps and self._progress.kind == "notebook":
+                importlib.import_module("IPython.display").display(summary)
+            elif summary.num_steps:
+                print(summary, file=sys.stderr)
 
     def __call__(self, loader: Iterable[Any]) -> Batches:
         """Returns an iterable over the loader that marks the waits for batches.
@@ -193,7 +211,7 @@ class Monitor:
         Raises:
             RuntimeError: The call is outside of the block.
         """
-        if not self._is_active:
+        if not self.is_active:
             raise RuntimeError("monitor(loader) was called outside of the block: with Monitor(...) as monitor")
         self._place = (0, _length_of(loader))
         return self._batches(loader)
@@ -236,7 +254,7 @@ class Monitor:
             RuntimeError: The monitor is not active.
             TypeError: A value is no number and no tensor with one element.
         """
-        if not self._is_active:
+        if not self.is_active:
             raise RuntimeError("this Monitor is not active: call log() inside of its with statement")
         for name, value in values.items():
             if not (isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
@@ -268,11 +286,6 @@ class Monitor:
         return self._entered().hang
 
     @property
-    def is_active(self) -> bool:
-        """True inside of the with statement."""
-        return self._is_active
-
-    @property
     def attributed_share(self) -> float:
         """Share of the time of all steps whose account is complete, 0 to 1."""
         collector = self._entered()
@@ -288,7 +301,7 @@ class Monitor:
     def _batches(self, loader: Iterable[Any], make_iterator: Callable[[], Iterator[Any]] | None = None) -> Batches:
         """Returns an iterable over the batches of a loader that marks the waits for them."""
         self._iterated = loader
-        return Batches(loader, self._before_batch, self._take_batch, self._end_batches, make_iterator)
+        return Batches(loader, self, make_iterator)
 
     def _before_batch(self) -> None:
         """Ends the step, if its optimizer step has been made; time without batches belongs to no step."""
@@ -302,7 +315,7 @@ class Monitor:
 
     def _end_batches(self) -> None:
         """Ends the last step; batches without an optimizer step, as of an evaluation, belong to none."""
-        if not self._is_active:  # an iterator of the past, which Python has kept with an error's traceback
+        if not self.is_active:  # an iterator of the past, which Python has kept with an error's traceback
             return
         self._before_batch()
         if self._num_batches:
@@ -387,29 +400,6 @@ class Monitor:
             if per_sample[1]:
                 rates["hfu"] = per_sample[1] * samples / seconds / peak
         return rates
-
-    # ---- Reports.
-
-    def _run_event(self) -> dict[str, Any]:
-        return event(
-            "run",
-            self._rank,
-            0,
-            world_size=self._world_size,
-            host=platform.node(),
-            pid=os.getpid(),
-            device=str(self._device),
-            torch=str(torch.__version__),
-            parameters=sum(p.numel() for p in self._model.parameters()) if self._model is not None else None,
-            flops_not_counted=self._why_not_counted,
-        )
-
-    def _show(self, summary: Summary) -> None:
-        assert self._progress is not None
-        if self._progress.kind == "notebook":
-            importlib.import_module("IPython.display").display(summary)
-        else:
-            print(summary, file=sys.stderr)
 
 
 def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -49,11 +49,7 @@ class TrainerMonitor(Monitor):
 
     def mark(self, loader: Iterable[Any]) -> None:
         """Marks the waits of all later iterations over the loader, until the end."""
-        self.call_at_end(replace_iterations(loader, lambda make_iterator: self._batches(loader, make_iterator)))
-
-    def call_at_end(self, restore: Callable[[], None]) -> None:
-        """Calls a function when the monitor ends, which undoes what a callback has replaced."""
-        self._hooks.callback(restore)
+        self._hooks.callback(replace_iterations(loader, lambda make_iterator: self._batches(loader, make_iterator)))
 
 
 class TrainerMonitorCallback:

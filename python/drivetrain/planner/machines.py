@@ -72,7 +72,8 @@ def stand_ins(recorder: Recorder, period: Period, kind: str, batch: BatchSize, w
         put(torch.UntypedStorage, "data_ptr", _address(torch.UntypedStorage.data_ptr))
         put(dist, "init_process_group", _pretended_group(world_size))
         put(dist, "TCPStore", lambda *_, **__: torch._C._distributed_c10d.HashStore())
-        put(torch.multiprocessing, "spawn", _spawn)
+        # The first of the processes that a script starts runs in this one.
+        put(torch.multiprocessing, "spawn", lambda fn, args=(), *_, **__: fn(0, *args))
         put(nn.parallel, "DistributedDataParallel", DistributedDataParallel)
         import drivetrain
         from drivetrain.data import Prefetcher
@@ -92,11 +93,6 @@ def _optimizer_init(plain: Callable[..., None], period: Period) -> Callable[...,
         period.make(self)
 
     return init
-
-
-def _spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 1, *_: object, **__: object) -> None:
-    """Runs the first of the processes that a script starts in this one."""
-    fn(0, *args)
 
 
 def _answering(answer: object) -> Callable[..., object]:

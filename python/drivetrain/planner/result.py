@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import io
 import math
 import os
 from bisect import bisect_left
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import _C, optim
+from ..monitor.sinks.requirement import require
 from ..notebook import html_table, text_table
 from ..optim import precision
 from ..optim.base import FusedOptimizer
@@ -31,6 +34,8 @@ from .timing import TimePlan, plan_time
 from .trace import ALLOC, OP, STEP, Block, Event, OpCall, ParameterInfo, StepTrace
 from .workspaces import cpu_workspaces
 
+_GIB = 2**30
+_COLORS = {"forward": "#4c78a8", "backward": "#72b7b2", "optimizer": "#54a24b"}
 _TIMES = ("step_s", "forward_s", "backward_s", "optimizer_s", "communication_s", "exposed_s")
 _Retrace = Callable[[str, "int | None", "int | None"], StepTrace]
 
@@ -228,8 +233,6 @@ class Plan:
             ImportError: The package matplotlib is missing.
             ValueError: The name ends in neither.
         """
-        from .plot import draw
-
         return draw(self, None if path is None else Path(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -354,8 +357,18 @@ def state_bytes(
     if optimizer not in optim.__all__ or not (isinstance(kind, type) and issubclass(kind, FusedOptimizer)):
         names = ", ".join(name for name in optim.__all__ if name[0].isupper())
         raise ValueError(f"optimizer is {optimizer!r}, expected one of {names}")
-    known = functools.cache(lambda shape, dtype: _bytes_for(kind, shape, dtype, state_bits, master_bits))
-    return [known(one.shape, one.dtype) if one.requires_grad else [] for one in parameters]
+
+    @functools.cache
+    def of(shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+        example = torch.zeros((1,) * max(1, len(shape)), dtype=dtype).requires_grad_()
+        is_half = dtype in (torch.bfloat16, torch.float16)
+        formats = {"state_bits": state_bits, "master_bits": master_bits if is_half else None}
+        asked: dict[str, Any] = {name: bits for name, bits in formats.items() if bits is not None}
+        made = kind([example], **{"lr": 1e-3, **asked})
+        layout = torch.empty(shape, dtype=dtype, device="meta")
+        return list(states_of_step(Engine(made), layout, made.param_groups[0]).values())
+
+    return [of(one.shape, one.dtype) if one.requires_grad else [] for one in parameters]
 
 
 def kept_32_bits(parameters: list[ParameterInfo]) -> dict[str, int]:
@@ -367,18 +380,6 @@ def kept_32_bits(parameters: list[ParameterInfo]) -> dict[str, int]:
         if parameter.requires_grad
         and _C.optim_keeps_32_bits(asked, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
     }
-
-
-def _bytes_for(
-    kind: Any, shape: tuple[int, ...], dtype: torch.dtype, state_bits: int | None, master_bits: int | None
-) -> list[int]:
-    example = torch.zeros((1,) * max(1, len(shape)), dtype=dtype).requires_grad_()
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    formats = {"state_bits": state_bits, "master_bits": master_bits if is_half else None}
-    asked = {name: bits for name, bits in formats.items() if bits is not None}
-    optimizer = kind([example], **({"lr": 1e-3} | asked))
-    layout = torch.empty(shape, dtype=dtype, device="meta")
-    return list(states_of_step(Engine(optimizer), layout, optimizer.param_groups[0]).values())
 
 
 def with_states(trace: StepTrace, sizes: list[list[int]], name: str) -> StepTrace:
@@ -414,3 +415,63 @@ def with_states(trace: StepTrace, sizes: list[list[int]], name: str) -> StepTrac
     trace.events = [*trace.events[: first_end[0]], call, *made, *trace.events[first_end[0] :], call]
     trace.optimizers = [*trace.optimizers, name]
     return trace
+
+
+# ---- The memory over a step as a picture.
+
+
+class Picture:
+    """A figure of matplotlib that notebooks show without pyplot."""
+
+    def __init__(self, figure: Any) -> None:
+        self.figure = figure
+
+    def _repr_png_(self) -> bytes:
+        memory = io.BytesIO()
+        self.figure.savefig(memory, format="png", dpi=110)
+        return memory.getvalue()
+
+
+def draw(plan: Plan, path: Path | None) -> Picture:
+    """Draws allocated and reserved memory over the time of the plan's last step; see `Plan.plot`."""
+    if path is not None and path.suffix not in (".svg", ".png"):
+        raise ValueError(f"path is {path}, expected a name that ends in .svg or .png")
+    require("matplotlib", "drawing")
+    figure_module: Any = importlib.import_module("matplotlib.figure")  # without pyplot's global state
+    figure = figure_module.Figure(figsize=(9, 3.6), layout="constrained")
+    panel = figure.subplots()
+    times, allocated, reserved, spans = _series(plan)
+    for phase, (begin, end) in spans.items():
+        panel.axvspan(begin, end, color=_COLORS[phase], alpha=0.12, label=phase, linewidth=0)
+    panel.step(times, allocated, where="post", color="#333333", label="allocated")
+    if plan.device.kind == "cuda":
+        panel.step(times, reserved, where="post", color="#e45756", linewidth=1, label="reserved")
+    fixed = plan.memory.fixed_bytes / _GIB
+    capacity = plan.memory.capacity / _GIB - fixed
+    if capacity < 1.5 * max(reserved, default=0.0):
+        panel.axhline(capacity, color="#e45756", linestyle="--", linewidth=1, label="capacity")
+    panel.set_xlabel("ms of the step")
+    panel.set_ylabel("GiB")
+    panel.set_ylim(bottom=0)
+    panel.margins(x=0)
+    panel.legend(fontsize=8, loc="upper right")
+    if path is not None:
+        figure.savefig(path)
+    return Picture(figure)
+
+
+def _series(plan: Plan) -> tuple[list[float], list[float], list[float], dict[str, tuple[float, float]]]:
+    """Returns the times in ms, both memories in GiB, and the span of each phase."""
+    clock = 0.0
+    times, allocated, reserved = [], [], []
+    spans: dict[str, tuple[float, float]] = {}
+    for moment in plan.memory.timeline:
+        begin = clock
+        if moment.op >= 0:
+            clock += 1e3 * plan.time.op_seconds[moment.op]
+            phase = plan.trace.ops[moment.op].phase
+            spans[phase] = (spans.get(phase, (begin, 0.0))[0], clock)
+        times.append(begin)
+        allocated.append(moment.allocated / _GIB)
+        reserved.append(moment.reserved / _GIB)
+    return times, allocated, reserved, spans

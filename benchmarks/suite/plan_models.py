@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain.planner.workspaces import memory_profile, peak_of
+from drivetrain.planner.replay import memory_profile, peak_of
 
 from .activation_models import GPT, UNet
 

@@ -90,7 +90,15 @@ def install(optim: bool = False, **ddp_defaults: object) -> list[str]:
         ValueError: It does not take the value of one of the defaults. Nothing has been rebound then.
         NotImplementedError: Two of the defaults do not go together. Nothing has been rebound then.
     """
-    _check_defaults(ddp_defaults)
+    parameters = inspect.signature(_ddp.DistributedDataParallel.__init__).parameters
+    valid = [name for name in parameters if name not in ("self", "module")]
+    for name in ddp_defaults:
+        if name not in valid:
+            raise TypeError(
+                f"install() got '{name}', which DistributedDataParallel has no default for; "
+                f"it takes: {', '.join(valid)}"
+            )
+    _check_values(ddp_defaults)
     _ddp.defaults.update(ddp_defaults)
     if optim:
         _kept.in_place_of.update(
@@ -131,18 +139,6 @@ def uninstall() -> None:
     _rebound.clear()
     _kept.in_place_of.clear()
     _ddp.defaults.clear()
-
-
-def _check_defaults(ddp_defaults: dict[str, object]) -> None:
-    parameters = inspect.signature(_ddp.DistributedDataParallel.__init__).parameters
-    valid = [name for name in parameters if name not in ("self", "module")]
-    for name in ddp_defaults:
-        if name not in valid:
-            raise TypeError(
-                f"install() got '{name}', which DistributedDataParallel has no default for; "
-                f"it takes: {', '.join(valid)}"
-            )
-    _check_values(ddp_defaults)
 
 
 def _holders(wanted: list[tuple[object, _Replacement]]) -> Iterator[tuple[_Holder, _Replacement]]:

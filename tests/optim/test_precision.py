@@ -18,7 +18,7 @@ from drivetrain import _C, optim
 from drivetrain.amp import GradScaler
 from drivetrain.optim.precision import EXTRA_NAMES, SCALAR_NAMES
 from drivetrain.optim.rule import rule_of
-from drivetrain.planner.formats import kept_32_bits, state_bytes
+from drivetrain.planner.result import kept_32_bits, state_bytes
 from drivetrain.planner.trace import ParameterInfo
 from effort import rounds
 from optim_cases import CASES, assert_same_bits_everywhere, cases, each_rule

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from drivetrain.planner.main_script import load_script
-from drivetrain.planner.workspaces import memory_profile, peak_of
+from drivetrain.planner.replay import memory_profile, peak_of
 
 if __name__ == "__main__":
     result, sys.argv = Path(sys.argv[1]).absolute(), sys.argv[2:]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from drivetrain.planner.planner import plan
+from drivetrain.planner.replay import cpu_workspaces, memory_profile, peak_of
 from drivetrain.planner.tracer import trace_steps
-from drivetrain.planner.workspaces import cpu_workspaces, memory_profile, peak_of
 
 # Kernels, strides, channels and layouts for which oneDNN and torch copy different arguments.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -55,7 +55,7 @@ def test_a_large_convolution_is_measured_with_parts_of_its_batch(monkeypatch: py
     source = torch.randn(32, 16, 20, 20)
     trace = trace_steps(layer, lambda: layer(source).sum().backward())
     whole = cpu_workspaces(trace)
-    module = importlib.import_module("drivetrain.planner.workspaces")
+    module = importlib.import_module("drivetrain.planner.replay")
     monkeypatch.setattr(module, "_MOST_FLOPS", 0.0)
     monkeypatch.setattr(module, "_known", {})
     assert cpu_workspaces(trace) == pytest.approx(whole, rel=0.05)

@@ -22,8 +22,6 @@ from .plan import ChosenPolicy, choose
 from .retry import ModelSnapshot, Undo, drop_gradients, first_line, is_out_of_memory, refuse_resharding
 from .trace import STORAGE_FORMATS, Recording, Trace, profile
 
-__all__ = ["ActivationPlan", "activation_budget"]
-
 _CORRECTIONS = 2
 _TOLERANCE = 1.05  # times the budget: a step that keeps more warns
 _NO_LIMIT = 2**63 - 1
@@ -340,13 +338,8 @@ class ActivationPlan(_C.ActivationScope):
         """Returns the lines below the table: bytes that are kept, the expected peak of torch's allocator, and notes."""
         return "\n".join(table.lines(self))
 
-    def __str__(self) -> str:
-        return table.render(self)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table.html(self)
+    __str__ = __repr__ = table.render
+    _repr_html_ = table.html
 
     def _use(self, choice: ChosenPolicy, budget_bytes: int) -> None:
         self._chosen, self.budget_bytes = choice, budget_bytes

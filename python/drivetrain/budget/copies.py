@@ -168,7 +168,11 @@ def copies_of(
                 sizes[begin + index] = value.num_bytes
     out_ends, exposed = _copies_out(clock, sizes, peak_bytes[0], budget_bytes, link)
     in_order = sorted(sizes, key=lambda value: brought_back_at[value])
-    latest = _latest_starts(clock, in_order, sizes, brought_back_at, link)
+    latest: dict[int, float] = {}  # when each copy back must start so that it and all later ones end in time
+    end = float("inf")
+    for number in reversed(in_order):
+        end = min(clock.used_at[brought_back_at[number]], end) - _MARGIN * link.in_seconds(sizes[number])
+        latest[number] = end
     peaks = list(peak_bytes)
     prefetches: list[Prefetch] = []
     # A tape can start a copy back where it first takes a value that its own operations made.
@@ -213,15 +217,3 @@ def _copies_out(
             waiting -= sizes[value]
             exposed = end - clock.forward_seconds
     return ends, exposed
-
-
-def _latest_starts(
-    clock: StepClock, in_order: list[int], sizes: dict[int, int], brought_back_at: list[int], link: HostLink
-) -> dict[int, float]:
-    """Returns when each copy back must start so that it and all later copies end in time."""
-    starts: dict[int, float] = {}
-    next_start = float("inf")
-    for value in reversed(in_order):
-        end = min(clock.used_at[brought_back_at[value]], next_start)
-        next_start = starts[value] = end - _MARGIN * link.in_seconds(sizes[value])
-    return starts

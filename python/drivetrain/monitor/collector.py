@@ -226,7 +226,12 @@ class Collector:
         """Reports a training thread that stands still, and compares the ranks."""
         group = dist.group.WORLD if dist.is_initialized() else None
         if self._exchange is None and group is not None and dist.get_world_size() > 1:
-            self._connect(group)
+            ranks = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
+            beat_s, store = self._hangs.beat_s, connection_to_store(group)
+            block = ControlBlock(store, _PREFIX, ranks, dist.get_rank(group), host_name(), beat_s or _PERIOD_S)
+            self._exchange = Exchange(block)
+            if beat_s > 0:
+                self._places = Places(block, beat_s)
         step, standing = self.num_steps + 1, self._reader.standing()
         if self._places is not None and self._places.is_due():
             self._places.publish(step, self._hangs.place(standing))
@@ -243,14 +248,6 @@ class Collector:
             _logger.warning("monitor: %s", hang.text)
         if self._exchange is not None and (found := self._exchange.compare()) is not None:
             self._name(found)
-
-    def _connect(self, group: dist.ProcessGroup) -> None:
-        ranks = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
-        beat_s, store = self._hangs.beat_s, connection_to_store(group)
-        block = ControlBlock(store, _PREFIX, ranks, dist.get_rank(group), host_name(), beat_s or _PERIOD_S)
-        self._exchange = Exchange(block)
-        if beat_s > 0:
-            self._places = Places(block, beat_s)
 
     def _name(self, found: Straggler) -> None:
         if self.straggler is None or (found.rank, found.phase) != (self.straggler.rank, self.straggler.phase):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .. import _C
 from .devices import Device
-from .options import Options
-from .recompute import Recomputation
-from .trace import ALLOC, OP, STEP, StepTrace
+from .options import Options, formatted
+from .trace import ALLOC, FREE, OP, STEP, Event, StepTrace
 
 # NCCL's buffers of a communicator: 8 channels, each with 4 MiB of simple-protocol buffers both ways, and LL buffers.
 NCCL_BYTES = 96 << 20
@@ -21,6 +21,54 @@ SMALL_BUFFER = 2 << 20
 MIN_LARGE = 10 << 20  # larger requests get a segment of their own
 LARGE_BUFFER = 20 << 20
 ROUND_LARGE = 2 << 20
+
+
+@dataclass
+class Recomputation:
+    """The recomputation of a budget in backward.
+
+    Attributes:
+        dropped: Blocks that forward frees and backward makes again.
+        peak_bytes: The most bytes of activations kept for backward.
+        seconds: The time that this adds to a step.
+    """
+
+    dropped: frozenset[int]
+    peak_bytes: int
+    seconds: float
+
+    def applied_to(self, trace: StepTrace) -> list[Event]:
+        """Returns the trace's events, in which a dropped block dies after forward's last use of it and is made again
+        before backward's first."""
+        last_read: dict[int, int] = {}
+        first_use: dict[int, int] = {}
+        for position, event in enumerate(trace.events):
+            if event.kind != OP:
+                continue
+            op = trace.ops[event.subject]
+            is_backward = op.phase == "backward"
+            for block in (*op.reads, *op.writes):
+                if block in self.dropped:
+                    if not is_backward:
+                        last_read[block] = position
+                    else:
+                        first_use.setdefault(block, position)
+        ends: dict[int, list[int]] = {}
+        begins: dict[int, list[int]] = {}
+        for block, position in last_read.items():
+            if block in first_use:
+                ends.setdefault(position, []).append(block)
+                begins.setdefault(first_use[block], []).append(block)
+        events: list[Event] = []
+        waiting: list[int] = []
+        for position, event in enumerate(trace.events):
+            if event.kind == OP and waiting:
+                events += [Event(FREE, block) for block in waiting]
+                waiting = []
+            events += [Event(ALLOC, block) for block in begins.get(position, ())]
+            events.append(event)
+            waiting += ends.get(position, ())
+        return events
 
 
 class Moment(NamedTuple):
@@ -234,6 +282,49 @@ def buffers_of(gradient_bytes: int, options: Options) -> list[int]:
     return []
 
 
+def recompute_within(trace: StepTrace, seconds: Sequence[float], budget: int) -> Recomputation:
+    """Solves what to recompute, given each operation's seconds, so that activations kept for backward stay in a budget.
+
+    Raises:
+        ValueError: The budget is below the smallest one for which the solver finds a plan.
+    """
+    ops_of_step = [event.subject for event in trace.events[trace.begin_of_last_step() :] if event.kind == OP]
+    forward = [op for op in ops_of_step if trace.ops[op].phase == "forward"]
+    backward = [op for op in ops_of_step if trace.ops[op].phase == "backward"]
+    number: dict[int, int] = {}
+    for op in forward:
+        for block in trace.ops[op].writes:
+            if trace.blocks[block].category == "activations":
+                number.setdefault(block, len(number))
+    formats: list[tuple[int, float]] = []  # none besides the unchanged one
+    values = [(trace.blocks[block].num_bytes, True, True, -1, formats) for block in number]
+    ops: list[tuple[float, list[int], list[int]]] = [(0.0, [], [])]
+    made: set[int] = set()
+    for op in forward:
+        reads = [number[b] for b in trace.ops[op].reads if b in number]
+        writes = [number[b] for b in trace.ops[op].writes if b in number]
+        ops.append((seconds[op], reads, [w for w in writes if w not in made]))
+        made.update(writes)
+    last = {block: op for op in backward for block in trace.ops[op].reads if block in number}
+    uses = []
+    for op in backward:
+        for block in trace.ops[op].reads:
+            if block in number:
+                uses.append((number[block], False))
+                if last[block] == op:
+                    uses.append((number[block], True))
+    solved = _C.activation_solve(values, ops, uses, budget)
+    if not solved["is_feasible"]:
+        raise ValueError(
+            f"budget is {formatted(budget)}, and the smallest that the step can keep for backward is "
+            f"{formatted(solved['smallest_bytes'])}"
+        )
+    by_number = {value: block for block, value in number.items()}
+    used = set(last)
+    dropped = {by_number[v] for v, choice in enumerate(solved["policy"]) if choice < 0} & used
+    return Recomputation(frozenset(dropped), solved["peak_bytes"], solved["seconds"])
+
+
 # ---- Allocators: torch's caching one of CUDA devices, and the host's plain one.
 
 
@@ -246,24 +337,20 @@ class HostAllocator:
     """
 
     def __init__(self) -> None:
-        self.allocated = 0
+        self.allocated = self.reserved = 0
         self._sizes: dict[int, int] = {}
         self._next = 0
-
-    @property
-    def reserved(self) -> int:
-        return self.allocated
 
     def malloc(self, num_bytes: int) -> int:
         """Returns a handle of `num_bytes` of memory."""
         self._next += 1
         self._sizes[self._next] = num_bytes
-        self.allocated += num_bytes
+        self.allocated = self.reserved = self.allocated + num_bytes
         return self._next
 
     def free(self, handle: int) -> None:
         """Frees the memory of a handle. Raises KeyError if it is not in use."""
-        self.allocated -= self._sizes.pop(handle)
+        self.allocated = self.reserved = self.allocated - self._sizes.pop(handle)
 
 
 class _SegmentBlock:

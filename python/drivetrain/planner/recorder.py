@@ -18,6 +18,7 @@ from ..monitor.flops import flops_of
 from ..optim import step as steps
 from ..optim.engine import Engine
 from ..optim.report import states_of_step
+from .replay import bytes_kept_by_recurrence
 from .trace import (
     ALLOC,
     FREE,
@@ -33,7 +34,6 @@ from .trace import (
     StepTrace,
     TensorSpec,
 )
-from .workspaces import bytes_kept_by_recurrence
 
 _aten = torch.ops.aten
 # Factories of up to so many elements compute their values, which code such as `step.item()` may ask for.

@@ -27,12 +27,11 @@ from . import questions
 from .calibrate import Calibration, cache_path, calibrate, corrected, fingerprint
 from .cost import Price, Run, price_run
 from .devices import Device
-from .memory import MemoryPlan, plan_memory
+from .memory import MemoryPlan, Recomputation, plan_memory, recompute_within
 from .options import Options, duration, formatted
-from .recompute import Recomputation, recompute_within
+from .replay import cpu_workspaces
 from .timing import TimePlan, plan_time
 from .trace import ALLOC, OP, STEP, Block, Event, OpCall, ParameterInfo, StepTrace
-from .workspaces import cpu_workspaces
 
 _GIB = 2**30
 _COLORS = {"forward": "#4c78a8", "backward": "#72b7b2", "optimizer": "#54a24b"}

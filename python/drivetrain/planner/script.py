@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from . import machines, writers
-from .loaders import TORCHDATA, BatchSize, load_in_process, taking_batch
+from .machines import TORCHDATA, BatchSize, load_in_process, taking_batch
 from .main_script import load_script
 from .options import formatted
 from .period import Enough, Period

@@ -63,7 +63,9 @@ class BudgetedCalls:
         self._seen.append(module)
 
         def step() -> None:
-            given, named = tree_map_only(Tensor, _copy, (args, kwargs))
+            given, named = tree_map_only(
+                Tensor, lambda one: one.detach().clone().requires_grad_(one.requires_grad), (args, kwargs)
+            )
             with module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext():
                 results = tree_leaves(plain(module, *given, **named))
                 results = [one for one in results if isinstance(one, Tensor) and one.requires_grad]
@@ -74,7 +76,3 @@ class BudgetedCalls:
                 self.plans.append(activation_budget(module, step, self._budget))
             except Exception as error:
                 self.failures.append(f"{type(module).__name__} has no budget: {type(error).__name__}: {error}")
-
-
-def _copy(given: Tensor) -> Tensor:
-    return given.detach().clone().requires_grad_(given.requires_grad)

@@ -79,5 +79,4 @@ class TensorBoard(Sink):
 
     def close(self) -> None:
         """Flushes and closes the event file."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()

@@ -142,10 +142,10 @@ def overlapped_gathers() -> None:
     for mode in MODES:
         found, optimizer = train(OURS["AdamW"], Odd(), shard=mode, overlap_gather=True)
         assert len(found._sharding._buckets) > 3
-        assert found._sharding._gathers.pending  # the last step's
+        assert found._sharding.gathers.pending  # the last step's
         expect_equal(found, expected, mode)
         found.wait_for_parameters()
-        assert not found._sharding._gathers.pending
+        assert not found._sharding.gathers.pending
         del found, optimizer
 
 

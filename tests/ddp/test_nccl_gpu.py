@@ -282,7 +282,7 @@ def test_emit_nvtx_shows_every_bucket(tmp_path: Path, carrier: str) -> None:
 HOSTS_SCRIPT = """
     from drivetrain.ddp import tag_board
 
-    transport._host_identity = lambda: (str(rank),)  # each rank is on a host of its own
+    transport.host_identity = lambda: (str(rank),)  # each rank is on a host of its own
     if {has_no_network}:
         tag_board.CONNECT_WITHIN = timedelta(seconds=3)
     if {has_no_network} and rank == 1:

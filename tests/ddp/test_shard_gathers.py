@@ -60,9 +60,9 @@ def test_steps_have_the_bits_of_the_unsharded_wrapper() -> None:
             for mode in MODES:
                 found, _ = train(make, Odd(), transport=transport, shard=mode, overlap_gather=True)
                 assert len(found._sharding._buckets) > 3
-                assert found._sharding._gathers.pending  # the last step's
+                assert found._sharding.gathers.pending  # the last step's
                 expect_equal(found, expected, (transport, mode))
-                assert not found._sharding._gathers.pending
+                assert not found._sharding.gathers.pending
     expected, _ = train(WITH_SUMS["clipped AdamW"], Odd())
     found, _ = train(WITH_SUMS["clipped AdamW"], Odd(), shard="gradients", overlap_gather=True)
     expect_close(found, expected, "clipped", rtol=1e-4, atol=1e-5)
@@ -76,11 +76,11 @@ def watch_forwards() -> list[list[int]]:
     optimizer = OURS["AdamW"](net.parameters())
     under_way: list[int] = []
     for layer in model:
-        layer.register_forward_hook(lambda *_: under_way.append(len(net._sharding._gathers.pending)))
+        layer.register_forward_hook(lambda *_: under_way.append(len(net._sharding.gathers.pending)))
     found = []
     for _ in range(2):
         net(torch.ones(2, 32)).sum().backward()
-        found.append([*under_way, len(net._sharding._gathers.pending)])
+        found.append([*under_way, len(net._sharding.gathers.pending)])
         under_way.clear()
         optimizer.step()
     return found
@@ -196,7 +196,7 @@ def test_uses_wait_for_the_rows_of_other_ranks() -> None:
         plain, optimizer = step_late(None, transport)
         for name, use in USES.items():
             net, steps = step_late("optimizer", transport, overlap_gather=True)
-            assert net._sharding._gathers.pending
+            assert net._sharding.gathers.pending
             found = use(net, steps)
             plain.train()
             expected = use(plain, optimizer)

@@ -91,7 +91,7 @@ def wrapped(
     options: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 1.0, "process_group": process_group}
     options["wire_dtype"] = wire_dtype
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transports, "_host_identity", lambda: (str(dist.get_rank() // ranks_per_host),))
+        patch.setattr(transports, "host_identity", lambda: (str(dist.get_rank() // ranks_per_host),))
         plain = DistributedDataParallel(Sizes(dtype, shapes), **options)
         return plain, DistributedDataParallel(Sizes(dtype, shapes), shard="gradients", shard_group=mine, **options)
 

@@ -252,17 +252,17 @@ def test_states_that_cannot_be_saved_whole_raise() -> None:
 def _name_what_is_missing(net: Any, optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         sharding = net._sharding
-        sharding.begin_step(optimizer)
+        sharding.steps.begin(optimizer)
         with pytest.raises(TypeError, match="and a step has not ended"):
             pickle.dumps(kept)
-        sharding.end_step()  # now this rank is one step ahead
+        sharding.steps.end()  # now this rank is one step ahead
         with pytest.raises(TypeError, match=r"rank 1 has no such rows: .*has not finished step 4 after"):
             pickle.dumps(kept)
     dist.barrier()
     if dist.get_rank() == 1:
         for _ in range(2):
-            net._sharding.begin_step(optimizer)
-            net._sharding.end_step()
+            net._sharding.steps.begin(optimizer)
+            net._sharding.steps.end()
     dist.barrier()
     if dist.get_rank() == 0:
         with pytest.raises(TypeError, match=r"it has begun step 5, and the rows of step 4 are gone.*full_state_dict"):
@@ -274,11 +274,11 @@ def _name_what_is_missing(net: Any, optimizer: torch.optim.Optimizer, kept: dict
         pickle.dumps(loaded.state_dict())
     dist.barrier()
     if dist.get_rank() == 1:
-        net._sharding._states._close()
+        net._sharding.states._close()
     dist.barrier()
     if dist.get_rank() == 0:
-        net._sharding._steps.begin(optimizer)
-        net._sharding._steps.end()
+        net._sharding.steps.begin(optimizer)
+        net._sharding.steps.end()
         with pytest.raises(TypeError, match=r"rank 1 does not answer .*: it may have ended"):
             pickle.dumps(kept)
     dist.barrier()
@@ -290,7 +290,7 @@ def test_states_of_strangers_raise() -> None:
     net, optimizer = train(OURS["AdamW"], Odd(), shard="optimizer")
     if dist.get_rank() == 0:
         for message in (b"", bytes(7), (1 << 40).to_bytes(8, "big") + bytes(40), (60).to_bytes(8, "big") + bytes(60)):
-            with socket.create_connection(net._sharding._states._addresses[1], timeout=30) as connection:
+            with socket.create_connection(net._sharding.states._addresses[1], timeout=30) as connection:
                 connection.recv(32)
                 connection.sendall(message)
                 with contextlib.suppress(OSError):  # A server that has read enough resets the connection.

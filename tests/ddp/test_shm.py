@@ -553,7 +553,7 @@ SEPARATE_RANK = """
     dist.init_process_group("gloo")
     for is_mistaken in (False, True):
         if is_mistaken:  # hosts that look the same
-            transport._host_identity = lambda: ("host",)
+            transport.host_identity = lambda: ("host",)
         model = DDP(torch.nn.Linear(3, 3), transport="shm")
         model(torch.ones(1, 3)).sum().backward()
         assert (model.module.weight.grad == 1).all()

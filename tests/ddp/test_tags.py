@@ -35,7 +35,7 @@ def over(transport: str) -> Iterator[None]:
         patch.setenv("DRIVETRAIN_TRANSPORT", {"hosts": "torch", "pairs": "auto"}.get(transport, transport))
         if transport in ("hosts", "pairs"):
             ranks_per_host = 2 if transport == "pairs" else 1
-            patch.setattr(transports, "_host_identity", lambda: (str(dist.get_rank() // ranks_per_host),))
+            patch.setattr(transports, "host_identity", lambda: (str(dist.get_rank() // ranks_per_host),))
         yield
 
 

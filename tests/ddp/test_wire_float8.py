@@ -143,7 +143,7 @@ def test_sums_over_hosts_are_the_twins() -> None:
     """Sums over two hosts of two ranks, which divide the tensor into parts of whole transfers."""
     rank, numel = dist.get_rank(), 2 * 2 * MOST + 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "_host_identity", lambda: (str(rank // 2),))
+        patch.setattr(transport, "host_identity", lambda: (str(rank // 2),))
         comm = transport.make_comm("shm", dist.group.WORLD, torch.device("cpu"), FLOAT8)
     flat = comm.allocate(4 * numel).view(torch.float32)
     held = comm.carry_errors(flat)

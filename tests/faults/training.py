@@ -75,8 +75,8 @@ def train(plan: Round, rank: int, folder: Path) -> None:
 
 def pretend_host(name: str) -> None:
     """Shares memory with the ranks of that host only, and uses gloo to the others."""
-    identity = transport._host_identity()
-    transport._host_identity = lambda: (*identity, name)
+    identity = transport.host_identity()
+    transport.host_identity = lambda: (*identity, name)
 
 
 def wrap(plan: Round, net: Net) -> DistributedDataParallel:

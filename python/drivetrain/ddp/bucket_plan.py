@@ -3,7 +3,7 @@
 import statistics
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -151,25 +151,12 @@ def describe_plan(reducer: _C.Reducer, why_not: str) -> BucketPlan:
     report = reducer.plan_report()
     infos = reducer.buckets()
     measured = 1e3 * statistics.median(report.exposed) if report.exposed else None
-    if not report.expected:
-        return BucketPlan(
-            buckets=tuple(PlannedBucket(tuple(info.names), info.bytes, None, None, None) for info in infos),
-            why_not=why_not or report.why_not or "the first steps are not over",
-            latency_ms=None,
-            bandwidth_gb_per_s=None,
-            expected_exposed_ms=None,
-            measured_exposed_ms=measured,
-        )
+    times: list[Any] = [(1e3 * time.ready, 1e3 * time.start, 1e3 * time.end) for time in report.expected]
+    of_buckets = zip(infos, times or [(None, None, None)] * len(infos), strict=True)
+    buckets = tuple(PlannedBucket(tuple(info.names), info.bytes, *its_times) for info, its_times in of_buckets)
+    if not times:
+        why_not = why_not or report.why_not or "the first steps are not over"
+        return BucketPlan(buckets, why_not, None, None, None, measured)
     (_, latency), (largest, seconds) = report.costs[0], report.costs[-1]
-    last = report.expected[-1]
-    return BucketPlan(
-        buckets=tuple(
-            PlannedBucket(tuple(info.names), info.bytes, 1e3 * time.ready, 1e3 * time.start, 1e3 * time.end)
-            for info, time in zip(infos, report.expected, strict=True)
-        ),
-        why_not="",
-        latency_ms=1e3 * latency,
-        bandwidth_gb_per_s=largest / seconds / 1e9,
-        expected_exposed_ms=1e3 * (last.end - last.ready),
-        measured_exposed_ms=measured,
-    )
+    ready, _, end = times[-1]
+    return BucketPlan(buckets, "", 1e3 * latency, largest / seconds / 1e9, end - ready, measured)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .gather import gather_bytes, gather_objects, is_foreign, on_device
+from .gather import gather_objects, is_foreign, on_device
 from .transport import rank_name
 
 _BUCKET_SIZES = ("bucket_cap_mb", "bucket_cap_mb_list")
@@ -89,7 +89,7 @@ def check_same_on_all_ranks(
     digest = hashlib.sha256(repr((same, names, facts, sizes)).encode()).digest()
     device = next((param.device for _, param in named_params), torch.device("cpu"))
     with on_device(device):
-        if len(set(gather_bytes(digest, group))) == 1:
+        if len(set(gather_objects(digest, group))) == 1:
             return sizes
         everyone = gather_objects((arguments, names, facts), group)
     named_alike = len({frozenset(of_rank) for _, of_rank, _ in everyone}) == 1

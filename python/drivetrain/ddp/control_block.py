@@ -1,5 +1,6 @@
 """The control block: what the ranks of a process group tell each other about their progress, in the group's store."""
 
+import itertools
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,13 +26,6 @@ _STALE_BEATS = 1.25  # after so many beats the record itself is read, as its sum
 _LONGEST_STORE_CALL_S = (1.0, 10.0)  # a call may take one beat, within these bounds
 
 _logger = logging.getLogger("drivetrain")
-
-
-class StepPosition(NamedTuple):
-    """The progress of a rank: a synchronized step, and a position of `Progress` in it. The smaller one is behind."""
-
-    step: int
-    position: int
 
 
 class Status(NamedTuple):
@@ -55,13 +49,6 @@ class RankRecord(TypedDict):
     wait_s: float | None  # median seconds of waiting per step; None: no step has ended yet
     process: Process
     has_failed: bool  # a collective of this rank has failed, so that its end is a consequence
-
-
-class _Connection(NamedTuple):
-    """This process's connection to a group's store, and the number of control blocks that it has had."""
-
-    store: Any
-    num_blocks: int  # the same on every rank
 
 
 def status_of(record: RankRecord) -> Status:
@@ -273,15 +260,18 @@ class ControlBlock:
                 return None
 
 
-_connections: WeakKeyDictionary[dist.ProcessGroup, _Connection] = WeakKeyDictionary()
+# This process's connections to stores of groups, and the numbers of their control blocks, the same on every rank.
+_connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Iterator[int]]] = WeakKeyDictionary()
 _questions: WeakSet[threading.Thread] = WeakSet()  # threads that ask a store
 
 
 def control_block_of(group: dist.ProcessGroup, beat_s: float) -> ControlBlock:
     """Returns a new control block for a reducer of the group. Every rank of the group must call it."""
-    store, number = _connect(group)
+    if group not in _connections:
+        _connections[group] = connection_to_store(group), itertools.count()
+    store, numbers = _connections[group]
     ranks = [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
-    return ControlBlock(store, f"drivetrain/watch/{number}/", ranks, dist.get_rank(group), host_name(), beat_s)
+    return ControlBlock(store, f"drivetrain/watch/{next(numbers)}/", ranks, dist.get_rank(group), host_name(), beat_s)
 
 
 def forget_connections() -> None:
@@ -309,12 +299,6 @@ def connection_to_store(group: dist.ProcessGroup) -> Any:
     """
     store: Any = dist.distributed_c10d._world.pg_map.get(group, ("", None))[1]
     return store.clone() if _tcp_store_in(store) is not None else store
-
-
-def _connect(group: dist.ProcessGroup) -> _Connection:
-    connection = _connections.get(group) or _Connection(connection_to_store(group), 0)
-    _connections[group] = connection._replace(num_blocks=connection.num_blocks + 1)
-    return connection
 
 
 def _tcp_store_in(store: Any) -> TCPStore | None:

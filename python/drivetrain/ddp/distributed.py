@@ -168,7 +168,13 @@ class DistributedDataParallel(ReducesOverGroups):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OUR_ARGUMENTS}
         changed = {name: value for name, value in given.items() if value is not _OUR_ARGUMENTS[name].default}
-        _refuse_unknown(changed)
+        for name, value in changed.items():
+            is_ours = _OUR_ARGUMENTS[name].kind is inspect.Parameter.KEYWORD_ONLY or name == "batched_grad_copy"
+            if not is_ours and name not in _TORCH_ARGUMENTS:
+                raise TypeError(
+                    f"torch {torch.__version__} does not know DistributedDataParallel's argument {name!r} (given "
+                    f"{value!r}): leave it out, or upgrade torch."
+                )
         check_values(changed)
         parts = parts_of(module, expert_groups, changed)
         self._shard, self._shard_group = shard, shard_group
@@ -398,7 +404,7 @@ class DistributedDataParallel(ReducesOverGroups):
         """Does what torch's does, and marks the outputs by which the reducer recognizes this forward's backward."""
         output = super()._post_forward(output)
         if self._sharding is not None:
-            self._sharding.wait()  # backward uses the transport
+            self._sharding.gathers.wait()  # backward uses the transport
         if torch.is_grad_enabled() and self._has_reducer() and not self._use_python_reducer:
             announce(self.reducer, output)
         return output
@@ -412,7 +418,7 @@ class DistributedDataParallel(ReducesOverGroups):
             RuntimeError: Another rank has ended, or did not step within the timeout.
         """
         if self._sharding is not None:
-            self._sharding.end()
+            self._sharding.gathers.end()
 
     def bucket_plan(self) -> BucketPlan:
         """Returns the buckets and, once the first steps have been timed, what the plan expected of them.
@@ -483,18 +489,7 @@ class DistributedDataParallel(ReducesOverGroups):
                 ValueError,
                 f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}",
             )
-        self.logger.set_sample_rate(sample_rate)
+        self.logger.sample_rate = sample_rate
 
 
 _OUR_ARGUMENTS = dict(list(inspect.signature(DistributedDataParallel.__init__).parameters.items())[1:])
-
-
-def _refuse_unknown(changed: dict[str, object]) -> None:
-    """Raises TypeError for arguments with another value than their default that the installed torch does not have."""
-    for name, value in changed.items():
-        is_ours = _OUR_ARGUMENTS[name].kind is inspect.Parameter.KEYWORD_ONLY or name == "batched_grad_copy"
-        if not is_ours and name not in _TORCH_ARGUMENTS:
-            raise TypeError(
-                f"torch {torch.__version__} does not know DistributedDataParallel's argument {name!r} (given "
-                f"{value!r}): leave it out, or upgrade torch."
-            )

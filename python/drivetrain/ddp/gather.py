@@ -49,21 +49,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Returns every rank's bytes, on every rank. All ranks must pass equally many.
-
-    torch's all_gather_object takes two collectives, as it exchanges sizes first. Over gloo this takes one.
-    """
-    whole = group if group is not None else dist.group.WORLD
-    assert whole is not None
-    if cpu_backend(whole) != "gloo":
-        return gather_objects(mine, group)
-    sent = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group=group)
-    return [bytes(values.tolist()) for values in received]
-
-
 def gather_objects(mine: R, group: dist.ProcessGroup | None) -> list[R]:
     """Returns every rank's object, on every rank. The objects must be picklable."""
     found: list[Any] = [None] * dist.get_world_size(group)

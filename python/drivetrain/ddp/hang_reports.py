@@ -13,7 +13,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from ..frames import self_of, stack_of_thread, users_line
 from ..processes import this_process
 from ..threads import Thread
 from . import nccl_ras, watchdog
-from .control_block import RankRecord, StepPosition, control_block_of
+from .control_block import RankRecord, control_block_of
 
 VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
 DEFAULT_LIMIT_S = 8.0
@@ -41,27 +40,8 @@ _ENDING_S = 0.5
 _logger = logging.getLogger("drivetrain")
 
 _Modules = dict[int, tuple["weakref.ref[nn.Module]", str]]  # module and name, by id
-
-
-class _Wait(NamedTuple):
-    """Identifies one wait."""
-
-    step: int
-    awaited: str
-
-
-class _Behind(NamedTuple):
-    """A rank that has not started what is awaited, or is silent, and where it was last seen."""
-
-    position: StepPosition
-    rank: int
-
-
-class _Ended(NamedTuple):
-    """A rank whose process has ended; those sort first that reported no error of their own."""
-
-    has_failed: bool
-    rank: int
+_Wait = tuple[int, str]  # the step, and what is awaited
+_Position = tuple[int, int]  # a synchronized step, and a position of `Progress` in it; the smaller one is behind
 
 
 def limit_from(argument: float | None) -> float:
@@ -88,7 +68,7 @@ def waiting(progress: _C.Progress, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reporter = next((one for one in watchdog.all_watched() if one.watches(progress)), None)
+        reporter = next((one for one in watchdog.all_watched() if one.progress is progress), None)
         if reporter is not None and (ended := reporter.ended_ranks()):
             error.args = (f"{error}\ndrivetrain: {what} has failed. {ended}",)
         raise
@@ -124,7 +104,7 @@ class HangReporter:
         thread: int,
     ) -> None:
         self._wrapper = wrapper
-        self._progress = progress
+        self.progress = progress
         self._limit_s = limit_s
         self._block = control_block_of(group, self.beat_s)
         self._group = weakref.ref(group)
@@ -151,7 +131,7 @@ class HangReporter:
         Returns:
             Seconds until the next look.
         """
-        now = self._progress.snapshot()
+        now = self.progress.snapshot()
         self._block.publish(self._record(now))
         if None in self._block.seen:  # learn every rank's process early: the store may end with one
             self._block.read()
@@ -161,22 +141,18 @@ class HangReporter:
             if now.seconds < self.beat_s:
                 self._begin_wait(None, 0.0)
             return self.beat_s
-        self._begin_wait(_Wait(now.step, now.awaited), now.seconds)
+        self._begin_wait((now.step, now.awaited), now.seconds)
         is_answered = self._block.read()
         if now.seconds >= self._next_report_s and self._has_listened():
             self._next_report_s = 2 * now.seconds
             self._tell(now.step, self._report(now, is_answered))
         return max(min(self.beat_s, self._next_report_s - now.seconds), _SHORTEST_BEAT_S)
 
-    def watches(self, progress: _C.Progress) -> bool:
-        """Returns True if this reports the waits of that reducer."""
-        return self._progress is progress
-
     def wait_times(self) -> list[float | None]:
         """Returns every rank's seconds of waiting per step; None for a rank that has published nothing."""
         seen = self._block.seen if self._block.read() else [None] * len(self._block.ranks)
         waits = [status.wait_s if status else None for status in seen]
-        waits[self._block.rank] = self._record(self._progress.snapshot())["wait_s"]
+        waits[self._block.rank] = self._record(self.progress.snapshot())["wait_s"]
         return waits
 
     def ended_ranks(self) -> str:
@@ -190,26 +166,24 @@ class HangReporter:
             time.sleep(_ENDING_S / 20)
         # Lets the others name the rank that ended first, and not those that ended because of it.
         self._has_failed = True
-        self._block.publish(self._record(self._progress.snapshot()))
+        self._block.publish(self._record(self.progress.snapshot()))
         if ended:
             self._block.read()
         return self._describe_ended()
 
     def _describe_ended(self) -> str:
         block = self._block
-        ended = sorted(
-            _Ended(record["has_failed"], rank)
+        ended = [
+            (rank, record)
             for rank, record in enumerate(block.last)
             if rank != block.rank and record is not None and block.has_ended(rank)
-        )
-        sentences = []
-        for one in ended:
-            record = block.last[one.rank]
-            assert record is not None
-            sentences.append(
-                f"Rank {block.ranks[one.rank]} has ended: its process {record['process']['pid']} is gone, last seen "
-                f"{record['where']} in step {record['step']}."
-            )
+        ]
+        sentences = [
+            f"Rank {block.ranks[rank]} has ended: its process {record['process']['pid']} is gone, last seen "
+            f"{record['where']} in step {record['step']}."
+            # Those come first that reported no error of their own.
+            for rank, record in sorted(ended, key=lambda one: (one[1]["has_failed"], one[0]))
+        ]
         if len(sentences) > _RANKS_NAMED:
             sentences[_RANKS_NAMED:] = [f"{len(sentences) - _RANKS_NAMED} more have ended."]
         return " ".join(sentences)
@@ -220,14 +194,19 @@ class HangReporter:
         If one of them has ended, this aborts the group, and raises in the training thread. It does so for no other
         reason: ranks may end before others, and a silent rank may come back.
         """
-        lag = self._progress.device_lag()
-        if lag is None or lag.seconds < self._limit_s or self._progress.why_given_up():
+        lag = self.progress.device_lag()
+        if lag is None or lag.seconds < self._limit_s or self.progress.why_given_up():
             return
         self._block.read()
         ended, group = self._describe_ended(), self._group()
         if not ended or group is None:
-            if not now.awaited:
-                self._report_device(device, lag)
+            if (
+                not now.awaited
+            ):  # Reports it once it is known which ranks are silent, and each time that it has doubled.
+                self._begin_wait((lag.step, str(device)), lag.seconds)
+                if lag.seconds >= self._next_report_s and self._has_listened():
+                    self._next_report_s = 2 * lag.seconds
+                    self._tell(lag.step, self._report_of_device(device, lag))
             return
         why = (
             f"drivetrain: {device} has waited {_rounded(lag.seconds)} s for collectives of step {lag.step} of "
@@ -235,17 +214,10 @@ class HangReporter:
             "error in that rank's log, and start the job again: the gradients of this step are undefined."
         )
         _logger.error("%s", why)
-        self._progress.give_up(why)
+        self.progress.give_up(why)
         _raise_in(self._thread, why)
         # An abort may itself wait for what the device is executing.
         Thread(_abort, "drivetrain-watch-abort", (self._comm(), group, device, why)).start()
-
-    def _report_device(self, device: torch.device, lag: _C.DeviceLag) -> None:
-        """Reports the device's wait once it is known which ranks are silent, and each time that it has doubled."""
-        self._begin_wait(_Wait(lag.step, str(device)), lag.seconds)
-        if lag.seconds >= self._next_report_s and self._has_listened():
-            self._next_report_s = 2 * lag.seconds
-            self._tell(lag.step, self._report_of_device(device, lag))
 
     def _begin_wait(self, wait: _Wait | None, seconds: float) -> None:
         """Notes that this wait has lasted for so many seconds; None: nothing is awaited."""
@@ -262,7 +234,7 @@ class HangReporter:
         return time.monotonic() - self._listening_since >= _SILENT_BEATS * self.beat_s
 
     def _tell(self, step: int, report: str) -> None:
-        self._progress.set_report(step, report)
+        self.progress.set_report(step, report)
         _logger.warning("%s", report)
 
     def _record(self, now: _C.ProgressSnapshot) -> RankRecord:
@@ -290,8 +262,8 @@ class HangReporter:
                 f"{waits}; for which rank is not known, as the process group's store does not answer either "
                 "(torchrun, or else rank 0, serves it)"
             )
-        block.fetch([one.rank for one in self._behind(now)])  # a summary may be older than the records
-        behind = self._behind(now)
+        block.fetch(self._behind((now.step, now.needed)))  # a summary may be older than the records
+        behind = self._behind((now.step, now.needed))
         if not behind:
             return f"{waits} although every rank has come to it: what carries it is slow or stands still"
         return f"{waits} for {self._named(behind, now.step)}"
@@ -302,29 +274,27 @@ class HangReporter:
             f"rank {self._block.ranks[self._block.rank]} has waited {_rounded(lag.seconds)} s: {device} has not ended "
         )
         waits += f"the collectives of step {lag.step} of {self._wrapper}, and waits"
-        self._block.fetch([one.rank for one in self._behind_in(StepPosition(lag.step + 1, 0))])
-        behind = self._behind_in(StepPosition(lag.step + 1, 0))
+        self._block.fetch(self._behind((lag.step + 1, 0)))
+        behind = self._behind((lag.step + 1, 0))
         whom = f" for {self._named(behind, lag.step)}" if behind else ", although every rank has started them"
         said = nccl_ras.describe(min(_LONGEST_QUESTION_S, self.beat_s))
         return f"{waits}{whom}. {said}" if said else f"{waits}{whom}"
 
-    def _named(self, behind: list[_Behind], step: int) -> str:
-        named = [self._describe(one.rank, step) for one in behind[:_RANKS_NAMED]]
+    def _named(self, behind: list[int], step: int) -> str:
+        named = [self._describe(rank, step) for rank in behind[:_RANKS_NAMED]]
         if len(behind) > _RANKS_NAMED:
             named.append(f"{len(behind) - _RANKS_NAMED} more")
         return "; for ".join(named)
 
-    def _behind(self, now: _C.ProgressSnapshot) -> list[_Behind]:
-        """Returns the ranks that are behind, the furthest first, as others may wait for it as well."""
-        return self._behind_in(StepPosition(now.step, now.needed))
-
-    def _behind_in(self, needed: StepPosition) -> list[_Behind]:
-        positions = [StepPosition(one.step, one.position) if one else StepPosition(0, 0) for one in self._block.seen]
-        return sorted(
-            _Behind(position, rank)
+    def _behind(self, needed: _Position) -> list[int]:
+        """Returns the ranks that are behind or silent, the furthest first, as others may wait for it as well."""
+        positions = [(one.step, one.position) if one else (0, 0) for one in self._block.seen]
+        behind = (
+            rank
             for rank, position in enumerate(positions)
             if rank != self._block.rank and (position < needed or self._block.is_silent(rank, _SILENT_BEATS))
         )
+        return sorted(behind, key=lambda rank: positions[rank])
 
     def _describe(self, rank: int, step: int) -> str:
         name, record = f"rank {self._block.ranks[rank]}", self._block.last[rank]

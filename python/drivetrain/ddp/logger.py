@@ -46,7 +46,7 @@ class Logger:
         self._reducer = ddp.reducer
         self._steps = 0
         self._samples = 0
-        self._sample_rate = 100
+        self.sample_rate = 100  # steps between two samples after the first ten
         self._names = {name: index for index, name in enumerate(names)}
         buckets = ddp.reducer.buckets()
         trained = [p for p in ddp.module.parameters() if p.requires_grad]
@@ -83,7 +83,7 @@ class Logger:
     def set_runtime_stats_and_log(self) -> None:
         """Samples the last step. torch calls it before every synchronized forward."""
         steps, self._steps = self._steps, self._steps + 1
-        if steps == 0 or not (steps <= _FIRST_STEPS or steps % self._sample_rate == 0):
+        if steps == 0 or not (steps <= _FIRST_STEPS or steps % self.sample_rate == 0):
             return
         times = self._reducer.times()
         if times.comm_end == 0:
@@ -109,10 +109,6 @@ class Logger:
             "backward_comm_time_end": times.comm_end,
             "num_buckets_reduced": times.buckets_reduced,
         }
-
-    def set_sample_rate(self, sample_rate: int) -> None:
-        """Sets the number of steps between two samples after the first ten."""
-        self._sample_rate = sample_rate
 
     def set_error_and_log(self, message: str) -> None:
         """Notes the message of an error that the wrapper raises."""

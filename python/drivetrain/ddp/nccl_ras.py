@@ -73,7 +73,11 @@ def _facts(answer: Mapping[str, Any]) -> dict[str, list[str]]:
     found = {}
     for communicator in answer["communicators"]:
         ranks = communicator["ranks"]
-        facts = [_missing(rank) for rank in communicator["missing_ranks"]] + _behind(ranks)
+        facts = []
+        for rank in communicator["missing_ranks"]:
+            how = "does not answer" if rank["status"]["unresponsive"] else "has left it"
+            facts.append(f"{_name(rank)} {'is dead' if rank['status']['considered_dead'] else how}")
+        facts += _behind(ranks)
         for rank in ranks:
             if rank["status"]["async_error"] not in _NO_ERRORS:
                 facts.append(f"{_name(rank)} has NCCL error {rank['status']['async_error']}")
@@ -86,13 +90,6 @@ def _sentence(which: str, facts: list[str]) -> str:
     if len(facts) > _RANKS_NAMED:
         facts = [*facts[:_RANKS_NAMED], f"{len(facts) - _RANKS_NAMED} more"]
     return f"NCCL says of {which}: {'; '.join(facts)}."
-
-
-def _missing(rank: Mapping[str, Any]) -> str:
-    status = rank["status"]
-    if status["considered_dead"]:
-        return f"{_name(rank)} is dead"
-    return f"{_name(rank)} {'does not answer' if status['unresponsive'] else 'has left it'}"
 
 
 def _behind(ranks: list[Mapping[str, Any]]) -> list[str]:

@@ -32,12 +32,6 @@ _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _hooks: list[Any] = []  # on the steps of all optimizers, from the first reducer on
 
 
-def _watch_steps(reducer: Reducer) -> None:
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
-    _reducers.add(reducer)
-
-
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
@@ -113,7 +107,9 @@ class Reducer(_C.Reducer):
         self.set_are_held(lambda tensors: _are_held(tensors, params))
         self._rebuilding_is_known = False
         self._has_warned = False  # of steps between backward passes
-        _watch_steps(self)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
+        _reducers.add(self)
         self.is_sharded = False  # states or gradients are divided among the ranks
         self._on_reduced: list[Callable[[list[nn.Parameter], bool], None]] = []
         self._modules = modules

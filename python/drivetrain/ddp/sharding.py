@@ -213,6 +213,12 @@ class Sharding:
         places: For every rank of the wrapper, its number in the group that shares states, and this group's size.
         overlaps: Uses of the module await gathers; False: they end in `step()`.
 
+    Attributes:
+        steps: Counts the steps that write states.
+        states: Asks the other ranks for their rows of states.
+        place_of: The numbers of parameters in its requests, by id.
+        gathers: The gathers in progress.
+
     Raises:
         NotImplementedError: A parameter cannot be divided, or its gradients cannot be kept in parts. Also if CUDA
             parameters are on several devices, or on one for which the group has another backend than NCCL.
@@ -245,21 +251,19 @@ class Sharding:
         self._mesh = DeviceMesh.from_group(group, self._device.type)
         refuse_files(self._mesh)
         self._params = [param for _, param in named]
-        self._place_of = {id(param): place for place, param in enumerate(self._params)}
+        self.place_of = {id(param): place for place, param in enumerate(self._params)}
         # Logical ranks need norms with equal bits on any number of ranks.
         self.has_whole_norms = wrapper._logical_ranks is not None
-        self._steps = Steps()
-        self._states = StateServer(
-            group, self._device, self._steps, functools.partial(_rows_of_state, weakref.ref(self))
-        )
+        self.steps = Steps()
+        self.states = StateServer(group, self._device, self.steps, functools.partial(_rows_of_state, weakref.ref(self)))
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[_Bucket] = []
         self._lay_out(named)
-        self._gathers = Gathers(self._bucket_of)
+        self.gathers = Gathers(self._bucket_of)
         self._overlaps = overlaps
         if overlaps:
-            ends = watch(wrapper.module, self._gathers)
-            self._finish = weakref.finalize(self, finish, self._gathers, ends)
+            ends = watch(wrapper.module, self.gathers)
+            self._finish = weakref.finalize(self, finish, self.gathers, ends)
         reducer.is_sharded = True
         self.rows: KeptRows | None = None
         if shard == "gradients":
@@ -267,7 +271,7 @@ class Sharding:
             reducer.set_kept([_owners(param, places) for param in self._params])
             has_copies = any(places.count(place) > 1 for place in places)
             if has_copies and reducer.comm.name == "torch" and self._device.type == "cpu":
-                reducer.comm.set_returning(transports.returning_group(wrapper.process_group).group_name)
+                reducer.comm.set_returning(transports.twin_of(wrapper.process_group, "return").group_name)
             self.rows = KeptRows(self._params, reducer, wrapper.process_group)
 
     def __reduce__(self) -> Any:
@@ -281,38 +285,14 @@ class Sharding:
                 "a CUDA graph cannot capture a step of parameters of DistributedDataParallel(shard=...): keep "
                 "optimizer.step() out of the graph."
             )
-        self.wait()
+        self.gathers.wait()
         for index in sorted({self._bucket_of[id(param)] for param in stepped}):
             if not self._buckets[index].bytes:
                 continue  # scalars, which every rank steps
-            self._gathers.begin(index, functools.partial(self._start, self._buckets[index]))
+            self.gathers.begin(index, functools.partial(self._start, self._buckets[index]))
         if not self._overlaps:
-            self.end()
+            self.gathers.end()
         torch.autograd.graph.increment_version(stepped)  # the others keep their values
-
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts a step that begins to write states."""
-        self._steps.begin(optimizer)
-
-    def end_step(self) -> None:
-        """Says that the step has written them."""
-        self._steps.end()
-
-    def rows_of_ranks(self, optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> list[Tensor | None]:
-        """Asks the other ranks for their rows of a state, and returns None for this rank.
-
-        Raises:
-            RuntimeError: A rank has ended, has gone on to another step, or does not answer.
-        """
-        return self._states.ask(optimizer, self._place_of[id(param)], name)
-
-    def wait(self) -> None:
-        """Waits for the gathers in progress."""
-        self._gathers.wait()
-
-    def end(self) -> None:
-        """Waits for the gathers in progress; on CUDA, for later work of the current stream alone."""
-        self._gathers.end()
 
     def _start(self, bucket: _Bucket) -> Pending:
         work = self._comm.start_gather(bucket.flat.view(torch.int32), bucket.ranges)
@@ -387,7 +367,7 @@ def _rows_of_state(of_sharding: "weakref.ref[Sharding]", request: Request) -> Te
     sharding = of_sharding()
     if sharding is None:
         raise RuntimeError("its wrapper was deleted")
-    optimizer = sharding._steps.optimizer(request.optimizer)
+    optimizer = sharding.steps.optimizer(request.optimizer)
     return pieces.rows_of_state(optimizer, sharding._params[request.param], request.name)
 
 

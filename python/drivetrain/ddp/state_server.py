@@ -8,6 +8,7 @@ wait for this rank in the next backward. Rows belong to a step: both sides compa
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import io
 import json
@@ -136,9 +137,7 @@ class StateServer:
             everyone = gather_objects(own, group)
         self._addresses = [tuple(address) for address, _ in everyone]
         self._key = everyone[0][1]
-        answer = _Answer(steps, read, self._key, device)
-        thread = Thread(_serve, "drivetrain-states", (listener, answer))
-        thread.start()
+        Thread(_serve, "drivetrain-states", (listener, steps, read, self._key, device)).start()
         self._close = weakref.finalize(self, _close, listener, os.getpid())
 
     def ask(self, optimizer: torch.optim.Optimizer, param: int, name: str) -> list[Tensor | None]:
@@ -167,44 +166,34 @@ class StateServer:
         return rows
 
 
-class _Answer:
-    """Answers one connection."""
+def _serve(
+    listener: socket.socket, steps: Steps, read: Callable[[Request], Tensor], key: bytes, device: torch.device
+) -> None:
+    def rows(request: Request) -> Tensor:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # The step's kernels may still run.
+        return read(request).detach().to("cpu", copy=True)
 
-    def __init__(self, steps: Steps, read: Callable[[Request], Tensor], key: bytes, device: torch.device) -> None:
-        self._steps, self._read, self._key, self._device = steps, read, key, device
-
-    def __call__(self, connection: socket.socket) -> None:
-        connection.settimeout(10)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(nonce)
-        message = _receive(connection, most=1 << 16)
-        if not hmac.compare_digest(message[:_NONCE_BYTES], hmac.digest(self._key, nonce, "sha256")):
-            return
-        connection.settimeout(_LIMIT_S)
-        request = Request(*json.loads(message[_NONCE_BYTES:]))
-        try:
-            rows = self._steps.between(request.step, lambda: self._rows(request), _LIMIT_S)
-        except Exception as error:  # The asking rank raises it.
-            _send(connection, _ERROR + f"{type(error).__name__}: {error}".encode())
-            return
-        file = io.BytesIO()
-        torch.save(rows, file)
-        _send(connection, _OK + file.getbuffer())
-
-    def _rows(self, request: Request) -> Tensor:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # The step's kernels may still run.
-        return self._read(request).detach().to("cpu", copy=True)
-
-
-def _serve(listener: socket.socket, answer: _Answer) -> None:
     while True:
         try:
             connection, _ = listener.accept()
         except OSError:
             return  # closed
         with connection, contextlib.suppress(OSError, ValueError):  # a stranger's connection, or one that broke
-            answer(connection)
+            connection.settimeout(10)
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            connection.sendall(nonce)
+            message = _receive(connection, most=1 << 16)
+            if not hmac.compare_digest(message[:_NONCE_BYTES], hmac.digest(key, nonce, "sha256")):
+                continue
+            connection.settimeout(_LIMIT_S)
+            request, file = Request(*json.loads(message[_NONCE_BYTES:])), io.BytesIO()
+            try:
+                torch.save(steps.between(request.step, functools.partial(rows, request), _LIMIT_S), file)
+            except Exception as error:  # The asking rank raises it.
+                _send(connection, _ERROR + f"{type(error).__name__}: {error}".encode())
+            else:
+                _send(connection, _OK + file.getbuffer())
 
 
 def _close(listener: socket.socket, pid: int) -> None:

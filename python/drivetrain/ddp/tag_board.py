@@ -1,6 +1,7 @@
 """Gives each process group a board on which its ranks show each other which collective they start next."""
 
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -8,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .gather import cpu_backend, gather_bytes, is_foreign, on_device
-from .transport import additional_group, group_timeout, host_digest, rank_name
+from . import transport
+from .gather import cpu_backend, gather_objects, is_foreign, on_device
+from .transport import additional_group, group_timeout, rank_name
 
 CONNECT_WITHIN = timedelta(seconds=60)  # between hosts, whose process group has connected them over NCCL only
 
@@ -37,12 +39,12 @@ def show_connection(group: dist.ProcessGroup, device: torch.device) -> None:
         board.show_connection()
 
 
-def make_board(group: dist.ProcessGroup, host: bytes | None = None) -> _C.TagBoard | None:
+def make_board(group: dist.ProcessGroup, host: object = None) -> _C.TagBoard | None:
     """Makes a board of the group's ranks; None if memory cannot be shared. Every rank of the group must call it.
 
     Args:
         group: The ranks.
-        host: Bytes that are equal for ranks of one host, and as many on every rank; None: result of `host_digest`.
+        host: Is equal for ranks of one host, and can be pickled; None: result of `host_identity`.
     """
     line = None
     try:
@@ -51,24 +53,20 @@ def make_board(group: dist.ProcessGroup, host: bytes | None = None) -> _C.TagBoa
         address = _C.Segment.no_address
     else:
         address = line.address
-    host = host or host_digest()
-    found = gather_bytes(host + address, group)
-    hosts = [facts[: len(host)] for facts in found]
-    addresses = [facts[len(host) :] for facts in found]
+    hosts, addresses = zip(*gather_objects((host or transport.host_identity(), address), group), strict=True)
     if _C.Segment.no_address in addresses:
         return None
     assert line is not None
     board = _board_of(line, hosts, addresses, group)
-    is_open_everywhere = all(opened == b"\1" for opened in gather_bytes(bytes([board is not None]), group))
-    if is_open_everywhere:
+    if all(gather_objects(board is not None, group)):
         return board
     # Such as ranks of two containers that look like one host. Each is a host of its own then.
     line = _C.tag_line()
-    return _board_of(line, [str(rank).encode() for rank in range(len(hosts))], addresses, group)
+    return _board_of(line, range(len(hosts)), addresses, group)
 
 
 def _board_of(
-    line: _C.Segment, hosts: list[bytes], addresses: list[bytes], group: dist.ProcessGroup
+    line: _C.Segment, hosts: Sequence[object], addresses: Sequence[bytes], group: dist.ProcessGroup
 ) -> _C.TagBoard | None:
     """Makes this rank's board; None: it fails.
 
@@ -110,7 +108,7 @@ def _connected(first_ranks: list[int], group: dist.ProcessGroup) -> tuple[bool, 
         between = additional_group(group, first_ranks, CONNECT_WITHIN)
     except RuntimeError as error:
         failure = str(error)
-    are_connected = all(made == b"\1" for made in gather_bytes(bytes([not failure]), group))
+    are_connected = all(gather_objects(not failure, group))
     if failure or (not are_connected and dist.get_rank(group) == 0):
         warnings.warn(
             "drivetrain: the hosts cannot connect over gloo, so that they do not compare their collectives. Ranks of "

@@ -1,12 +1,11 @@
 """Chooses the transport that carries gradients between ranks, after the ranks have exchanged where they run."""
 
-import hashlib
 import importlib.util
 import itertools
 import os
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from .. import _C, processes
-from .gather import backend_for, cpu_backend, gather_bytes, gather_objects, is_foreign, on_device, ranks_of
+from .gather import backend_for, cpu_backend, gather_objects, is_foreign, on_device, ranks_of
 
 CHOICES = ("auto", "torch", "shm", "nccl")
 VARIABLE = "DRIVETRAIN_TRANSPORT"
@@ -26,8 +25,7 @@ VARIABLE = "DRIVETRAIN_TRANSPORT"
 # Each process group has one transport per dtype that rounds on the wire, however many modules are wrapped. All its
 # tensors must go in one order.
 _wire_comms: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, _C.Comm]] = WeakKeyDictionary()
-_returning_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_checking_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_twins: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 _names = itertools.count(1)
 
@@ -249,19 +247,17 @@ def _find_hosts(
         return [], f"the parameters are on {device}, shared memory is for the CPU"
     if (backend := cpu_backend(group)) != "gloo":
         return [], f"the process group's backend for the CPU is {backend!r}, expected 'gloo'"
-    host = host_digest()
-    found = gather_bytes(bytes((CHOICES.index(choice), _WIRE_DTYPES.index(wire_dtype))) + host, group)
-    _check_same(group, "transport", [CHOICES[facts[0]] for facts in found], f", or set {VARIABLE} everywhere")
-    _check_same(group, "wire_dtype", [_WIRE_DTYPES[facts[1]] for facts in found])
+    choices, dtypes, identities = zip(*gather_objects((choice, wire_dtype, host_identity()), group), strict=True)
+    _check_same(group, "transport", choices, f", or set {VARIABLE} everywhere")
+    _check_same(group, "wire_dtype", dtypes)
     if choice == "torch":
         return [], ""
-    identities = [facts[2:] for facts in found]
     if len(set(identities)) == size:
         return [], "no two ranks are on the same host, in the same container and of the same user"
     return [identities.index(identity) for identity in identities], ""
 
 
-def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else: str = "") -> None:
+def _check_same(group: dist.ProcessGroup, what: str, values: Sequence[Any], or_else: str = "") -> None:
     if len(set(values)) > 1:
         by_rank = "; ".join(f"{rank_name(rank, group)}: {value!r}" for rank, value in enumerate(values))
         raise RuntimeError(
@@ -270,12 +266,7 @@ def _check_same(group: dist.ProcessGroup, what: str, values: list[Any], or_else:
         )
 
 
-def host_digest() -> bytes:
-    """Returns bytes, as many on every rank, that are equal for ranks that can share memory; see `_host_identity`."""
-    return hashlib.sha256(repr(_host_identity()).encode()).digest()
-
-
-def _host_identity() -> tuple[str, ...]:
+def host_identity() -> tuple[str, ...]:
     """Returns a value that is equal for ranks that can share memory, and differs for others as far as can be detected.
 
     Ranks of two hosts with equal values cannot open each other's memory. All ranks then agree on the process group.
@@ -354,38 +345,29 @@ def _as_many_groups(count: int) -> Iterator[None]:
             del names[filler]
 
 
-def returning_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the same ranks, in which sums of reduce-scatters go on to further ranks.
-
-    Every rank of the group must call it.
-    """
-    return _twin(group, _returning_groups)
-
-
 def checking_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a gloo group of the same ranks, in which `check_compute` compares them. Every rank must call it."""
-    return _twin(group, _checking_groups)
+    return twin_of(group, "check")
 
 
-def _twin(group: dist.ProcessGroup, twins: Any) -> dist.ProcessGroup:
-    """Returns the group's one group of that kind, however many modules are wrapped.
+def twin_of(group: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
+    """Returns the group's one gloo group of the same ranks for a use, however many modules are wrapped.
 
-    A group's connections and threads outlive wrappers.
+    Its connections and threads outlive wrappers. Every rank of the group must call it.
     """
-    if group not in twins:
+    twins = _twins.setdefault(group, {})
+    if use not in twins:
         made = additional_group(group, list(range(dist.get_world_size(group))))
         assert made is not None  # every rank is a member
-        twins[group] = made
-    found: dist.ProcessGroup = twins[group]
-    return found
+        twins[use] = made
+    return twins[use]
 
 
 def _wire_comm(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> _C.Comm:
     """Returns the process group's transport that sends that dtype. Every rank of the group must call it."""
     comms = _wire_comms.setdefault(group, {})
     if dtype not in comms:
-        returning = additional_group(group, list(range(dist.get_world_size(group))))
-        comms[dtype] = _comm_over(group, device, returning, dtype)
+        comms[dtype] = _comm_over(group, device, twin_of(group, str(dtype)), dtype)
     return comms[dtype]
 
 

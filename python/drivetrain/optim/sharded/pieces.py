@@ -235,7 +235,7 @@ class Swapped:
                 optimizer.state[stand_in] = piece.shared_state(values) if as_parts else local
         self._replace(self._params, self._stand_ins)
         for owner in self._owners if with_gradients else ():
-            owner.begin_step(optimizer)
+            owner.steps.begin(optimizer)
 
     def back(self) -> None:
         """Puts the parameters back."""
@@ -246,7 +246,7 @@ class Swapped:
                 state[param] = state.pop(stand_in)
         self._replace(self._stand_ins, self._params)
         for owner in self._owners if self._steps else ():
-            owner.end_step()
+            owner.steps.end()
 
     def zero_gradients(self) -> None:
         """Fills the whole gradients with zeros, of which the step has zeroed a part."""
@@ -298,7 +298,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     No step begins before all rows are there, as optimizers keep references to parameters.
     """
     for owner in list(_owners):
-        owner.wait()
+        owner.gathers.wait()
     if has_rule(type(optimizer)):
         return
     restore(optimizer)
@@ -385,7 +385,7 @@ def _whole(
     local = local_part(value).cpu()
     if value.placements[0].is_replicate():  # also a state that a rule gathers, such as Adafactor's column averages
         return local
-    rows = piece.owner.rows_of_ranks(optimizer, param, name)
+    rows = piece.owner.states.ask(optimizer, piece.owner.place_of[id(param)], name)
     whole = torch.cat([local if theirs is None else theirs for theirs in rows])
     if whole.shape != value.shape:
         raise RuntimeError(

@@ -137,26 +137,20 @@ def _plain(value: Any) -> Any:
 def differing_config(
     checkpoint: Checkpoint, state: Mapping[str, JSON], description: Mapping[str, JSON], run: str | None
 ) -> list[str]:
-    """Returns what differs between the settings and the environment of a checkpoint and the present ones."""
-    saved = {name: state[f"run_{name}"] for name in description}
-    found = [text for text in _differences(saved, description) if "world_size" not in text]
+    """Returns a text per difference of the settings and the environment, such as "config.lr: 0.1, was 0.2"."""
+    found = []
+    for part, now in description.items():
+        saved = state[f"run_{part}"]
+        for name in sorted(saved.keys() | now.keys()):
+            before, after = saved.get(name, "absent"), now.get(name, "absent")
+            if before != after and "world_size" not in name:
+                found.append(f"{part}.{name}: {after}, was {before}")
     if run is None and (settings := [text for text in found if text.startswith("config.")]):
         cure = f"run={checkpoint.run!r}" if checkpoint.run else "a name as `run`"
         raise ValueError(
             f"config differs from the one in {checkpoint.path}: {'; '.join(settings)}. To start another run, choose "
             f"another directory. To continue this one with other settings, pass {cure} to Checkpointer"
         )
-    return found
-
-
-def _differences(saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
-    """Returns a text per difference between two results of `describe_run`, such as "config.lr: 0.1, was 0.2"."""
-    found = []
-    for part in ("config", "environment"):
-        for name in sorted(saved[part].keys() | now[part].keys()):
-            before, after = saved[part].get(name, "absent"), now[part].get(name, "absent")
-            if before != after:
-                found.append(f"{part}.{name}: {after}, was {before}")
     return found
 
 

@@ -115,15 +115,12 @@ class Saver:
             _logger.error("the training goes on without this checkpoint: %s", error)
         if error is None and save is not None:
             self.saved_step = save.step
-            self._learn(save.write_s if save.write_s is not None else time.monotonic() - self.began_at)
-
-    def _learn(self, duration: float) -> None:
-        """Learns from the time that a save has taken."""
-        self._every.measured(self._stall, duration)
-        if duration > self._grace:
-            mib, grace, self._grace = self._nbytes / 2**20, self._grace, math.inf  # warns once
-            _logger.warning(
-                "a save of %.1f MiB took %.1f s (%.1f MiB/s), and the grace period is %.0f s: the save on a preemption "
-                "would not complete. Choose a faster disk, or an earlier notice.",
-                *(mib, duration, mib / duration, grace),
-            )
+            duration = save.write_s if save.write_s is not None else time.monotonic() - self.began_at
+            self._every.measured(self._stall, duration)
+            if duration > self._grace:
+                mib, grace, self._grace = self._nbytes / 2**20, self._grace, math.inf  # warns once
+                _logger.warning(
+                    "a save of %.1f MiB took %.1f s (%.1f MiB/s), and the grace period is %.0f s: the save on a "
+                    "preemption would not complete. Choose a faster disk, or an earlier notice.",
+                    *(mib, duration, mib / duration, grace),
+                )

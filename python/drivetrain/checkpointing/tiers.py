@@ -60,7 +60,8 @@ class Tiers:
 
     def _open_first(self, store: Store, home: str, run: str | None) -> None:
         self._uploaders = [Uploader(one, self._write_status) for one in self._remotes]
-        store.on_complete, store.is_held = self._completed, self._is_held
+        store.on_complete = self._completed
+        store.is_held = lambda path: any(uploader.holds(path) for uploader in self._uploaders)
         self._write_status()
         try:
             # Reads no key: an error of rank 0 alone must come after the exchange.
@@ -119,9 +120,6 @@ class Tiers:
             self._identity.completed()
         for uploader in self._uploaders:
             uploader.completed(path)
-
-    def _is_held(self, path: Path) -> bool:
-        return any(uploader.holds(path) for uploader in self._uploaders)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:

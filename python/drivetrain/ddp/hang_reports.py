@@ -200,9 +200,7 @@ class HangReporter:
         self._block.read()
         ended, group = self._describe_ended(), self._group()
         if not ended or group is None:
-            if (
-                not now.awaited
-            ):  # Reports it once it is known which ranks are silent, and each time that it has doubled.
+            if not now.awaited:  # It is reported once silent ranks are known, and each time that it has doubled.
                 self._begin_wait((lag.step, str(device)), lag.seconds)
                 if lag.seconds >= self._next_report_s and self._has_listened():
                     self._next_report_s = 2 * lag.seconds

@@ -107,7 +107,9 @@ class Encoder:
             raise TypeError(f"{path} is a tensor {what}, expected a dense tensor with values")
         if is_dtensor(value):
             return self._shard(value, path)
-        if _has_parts(value):
+        handles = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        # It has no memory of its own, as after _make_wrapper_subclass.
+        if handles and (is_traceable_wrapper_subclass(value) or (value.nbytes > 0 and not value.data_ptr())):
             raise TypeError(
                 f"{path} is a {type(value).__module__}.{type(value).__qualname__}, whose values are in other tensors, "
                 "expected a plain tensor: return those tensors in state_dict(), and make it again in load_state_dict()"
@@ -199,12 +201,6 @@ def decode(value: JSON, tensors: Mapping[str, Tensor]) -> Any:
 
 def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
-
-
-def _has_parts(value: Tensor) -> bool:
-    """Returns whether a tensor of a subclass has no memory of its own, as after _make_wrapper_subclass."""
-    handles = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return handles and (is_traceable_wrapper_subclass(value) or (value.nbytes > 0 and not value.data_ptr()))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -37,7 +37,11 @@ class Gradients:
             return []
         if all(grad is None or _is_zero(grad) for grad in grads):  # ends at the first that is not
             return [None if grad is None else grad.dtype for grad in grads]
-        if len(self._used) == len(grads) and all(map(_is_as_used, grads, self._used)):
+        # Freed gradients count as used.
+        if len(self._used) == len(grads) and all(
+            grad is None or (used is not None and used[0]() is grad and used[1] == grad._version)
+            for grad, used in zip(grads, self._used, strict=True)
+        ):
             return []
         for kept, index in main_grads._kept_of(params):
             if kept.native.residual(index) is not None:
@@ -82,8 +86,3 @@ def _is_zero(grad: Tensor) -> bool:
     if is_dtensor(grad):  # A look at the whole would communicate, and ranks must agree.
         return False
     return not bool((grad._values() if grad.is_sparse else grad).any())
-
-
-def _is_as_used(grad: Tensor | None, used: tuple[weakref.ref[Tensor], int] | None) -> bool:
-    """Returns whether a gradient is the one that the last step used, or was freed since."""
-    return grad is None or (used is not None and used[0]() is grad and used[1] == grad._version)

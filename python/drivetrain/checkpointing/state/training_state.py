@@ -96,10 +96,10 @@ class TrainingState:
             gradients.close()
 
     def capture(self, header: Mapping[str, JSON], with_data: bool = True) -> Snapshot:
-        """Returns the state of this moment."""
+        """Returns the state of this moment, with this rank's own tensors and its share of the replicated ones."""
         self._refuse_unsharded_gradients()
-        replicated = self._replicated()
-        encoder = Encoder(lambda tensor: replicated is not None and _key(tensor) not in replicated, self._own_prefix())
+        replicated, prefix = self._replicated(), f"rank{self._rank}/" if self._world_size > 1 else ""
+        encoder = Encoder(lambda tensor: replicated is not None and _key(tensor) not in replicated, prefix)
         values: dict[str, Any] = {
             "model": self._model_state(),
             "optimizer": [shards.own_state(optimizer) for optimizer in self.optimizers],
@@ -124,7 +124,10 @@ class TrainingState:
             "meshes": encoder.meshes,
             "split_optimizers": [index for index, one in enumerate(self.optimizers) if shards.is_zero(one)],
         }
-        return Snapshot(self._share(encoder.tensors), state)
+        shared = {name: one.nbytes for name, one in encoder.tensors.items() if prefix and not name.startswith(prefix)}
+        owners = split(shared, self._world_size)
+        own = {name: one for name, one in encoder.tensors.items() if owners.get(name, self._rank) == self._rank}
+        return Snapshot(own, state)
 
     def restore(self, state: JSON, tensors: Mapping[str, Tensor], is_same_world: bool) -> None:
         """Restores what `capture` returned on this rank, or on another one if the number of ranks has changed."""
@@ -154,7 +157,13 @@ class TrainingState:
         for name, one in self._extra.items():
             one.load_state_dict(values["extra"][name])
         if is_same_world:
-            self._restore_window(state, values)
+            for gradients, saved in zip(self._gradients, values["gradients"], strict=True):
+                gradients.restore(saved)
+            for wrapper, is_due in zip(self.wrappers, state["forward_sync"], strict=False):
+                wrapper.require_forward_param_sync = is_due
+            self._window_state = values["window"]
+            if self.window is not None:
+                self.give_window(self.window)
         self._position.restore(values["data"])
         if is_same_world or state["rank"] == self._rank:
             rng.restore(values["rng"], self._generators)
@@ -165,15 +174,6 @@ class TrainingState:
         if self._window_state is not None:
             window.load_state_dict(self._window_state)
             self._window_state = None
-
-    def _restore_window(self, state: JSON, values: dict[str, Any]) -> None:
-        for gradients, saved in zip(self._gradients, values["gradients"], strict=True):
-            gradients.restore(saved)
-        for wrapper, is_due in zip(self.wrappers, state["forward_sync"], strict=False):
-            wrapper.require_forward_param_sync = is_due
-        self._window_state = values["window"]
-        if self.window is not None and self._window_state is not None:
-            self.give_window(self.window)
 
     def _check(self, values: dict[str, Any], is_same_world: bool) -> None:
         ours = self._model_state()
@@ -199,9 +199,6 @@ class TrainingState:
             gradients.check(saved)
         self._position.check(values["data"], is_same_world)
 
-    def _own_prefix(self) -> str:
-        return f"rank{self._rank}/" if self._world_size > 1 else ""
-
     def _replicated(self) -> set[Any] | None:
         """Returns the memory of parameters, and of their states, that are equal on all ranks; None: there is one."""
         if self._world_size == 1:
@@ -214,15 +211,6 @@ class TrainingState:
         ]
         states = [value for one in self.optimizers for p in params for value in one.state.get(p, {}).values()]
         return {_key(value) for value in [*params, *states] if isinstance(value, Tensor)}
-
-    def _share(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's own tensors and its share of the replicated ones."""
-        if self._world_size == 1:
-            return tensors
-        prefix = self._own_prefix()
-        sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not name.startswith(prefix)}
-        owners = split(sizes, self._world_size)
-        return {name: tensor for name, tensor in tensors.items() if owners.get(name, self._rank) == self._rank}
 
     def wanted(self, checkpoint: Checkpoint, state: JSON) -> JSON:
         """Returns a saved state with the states of all parameters that a ZeroRedundancyOptimizer has on this rank."""
@@ -345,18 +333,14 @@ class TrainingState:
             state = getattr(module, "_get_fsdp_state", lambda: None)()
             # torch 2.11 has one group, and later releases have a list of them.
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            params = [param for group in groups if group is not None for param in group.fsdp_params]
-            if any(_has_unreduced_gradient(param) for param in params):
-                raise NotImplementedError(
-                    f"model has gradients in {name!r} that FSDP has not reduced: call Checkpointer.step() after the "
-                    "optimizer's step only, or accumulate with set_requires_gradient_sync(True)"
-                )
-
-
-def _has_unreduced_gradient(param: Any) -> bool:
-    """Returns whether FSDP keeps a gradient of its parameter, in the dtype of the reduction or of the parameter."""
-    gathered = getattr(param, "_unsharded_param", None)
-    return param.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+            for param in (param for group in groups if group is not None for param in group.fsdp_params):
+                gathered = getattr(param, "_unsharded_param", None)
+                # The gradient is in the dtype of the reduction or of the parameter.
+                if param.unsharded_accumulated_grad is not None or getattr(gathered, "grad", None) is not None:
+                    raise NotImplementedError(
+                        f"model has gradients in {name!r} that FSDP has not reduced: call Checkpointer.step() after "
+                        "the optimizer's step only, or accumulate with set_requires_gradient_sync(True)"
+                    )
 
 
 def split(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

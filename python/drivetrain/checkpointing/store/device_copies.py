@@ -40,16 +40,8 @@ class DeviceCopies:
         self.has_all = sum(one.nbytes for name, one in tensors.items() if name not in sources) <= _LARGEST_CLONE
         places = slabs.lend(sources)
         for device in dict.fromkeys(tensor.device for tensor in self._sources):
-            # The end of torch's stream sets the thread's device, which may make a context on another GPU.
-            with torch.accelerator.device_index(device.index):
-                stream = slabs.stream(device)
-                stream.wait_stream(torch.accelerator.current_stream(device))
-                with stream:
-                    slabs.copy(places, {name: one for name, one in sources.items() if one.device == device})
-                    end = stream.record_event()
-                torch.accelerator.current_stream(device).wait_event(end)
-                slabs.used_until(device, end)
-            self._ends.append((device, end))
+            on_device = {name: one for name, one in sources.items() if one.device == device}
+            self._ends.append((device, slabs.copy(device, places, on_device)))
         rest = {name: one.clone() if self.has_all else one for name, one in tensors.items() if name not in sources}
         self.host = {name: places[name] if name in places else rest[name] for name in tensors}
 
@@ -81,12 +73,6 @@ class Slabs:
         self._nbytes = 0  # of the last snapshot on CUDA
         self._streams: dict[torch.device, Any] = {}
 
-    def stream(self, device: torch.device) -> Any:
-        """Returns the device's stream of copies."""
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        return self._streams[device]
-
     def prepare(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Begins to page-lock memory for a snapshot on CUDA. Asks for its tensors if no snapshot has been taken yet."""
         if self._nbytes == 0:
@@ -104,17 +90,25 @@ class Slabs:
             for (name, tensor), begin in zip(tensors.items(), begins, strict=True)
         }
 
-    def copy(self, places: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-        """Enqueues copies into lent tensors on the current stream."""
-        for name, source in sources.items():
-            pieces = [(places[name], source)] if self._memory is None else self._memory.pieces(places[name], source)
-            for place, part in pieces:
-                place.copy_(part, non_blocking=True)
-
-    def used_until(self, device: torch.device, end: Any) -> None:
-        """Notes an event after which the device copies no more into lent memory."""
-        if self._memory is not None:
-            self._memory.ends[device] = end
+    def copy(self, device: torch.device, places: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> Any:
+        """Enqueues copies into lent tensors on the device's stream of copies. Returns the event of their end."""
+        memory = self._memory
+        # The end of torch's stream sets the thread's device, which may make a context on another GPU.
+        with torch.accelerator.device_index(device.index):
+            if device not in self._streams:
+                self._streams[device] = torch.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            with stream:
+                for name, source in sources.items():
+                    pieces = [(places[name], source)] if memory is None else memory.pieces(places[name], source)
+                    for place, part in pieces:
+                        place.copy_(part, non_blocking=True)
+                end = stream.record_event()
+            torch.accelerator.current_stream(device).wait_event(end)
+            if memory is not None:
+                memory.ends[device] = end
+        return end
 
     def give_back(self, is_dropped: bool = False) -> None:
         """Ends the use of the memory. Dropped memory is returned to the system, though a snapshot may still use it."""

@@ -34,7 +34,7 @@ class PinnedMemory:
         self._pages: _C.HostPages | None = _C.HostPages(nbytes)
         self._address = self._pages.tensor().data_ptr()
         self.nbytes, self.locked_bytes = self._pages.size, 0
-        self.ends: dict[torch.device, Any] = {}  # events after the last copies
+        self.ends: dict[torch.device, Any] = {}
         self._idle_s, self._idle_at = idle_s, time.monotonic() + idle_s
         self._changed = threading.Condition()
         self._is_lent = self._is_locking = self._is_refused = self._is_gone = False

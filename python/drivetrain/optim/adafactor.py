@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from .base import FusedOptimizer
-from .declaration import StepOptions, follows
+from .declaration import TorchsOptions, follows
 from .rule import Group, Numbers, Rule, hypers
 
 
@@ -50,8 +50,5 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,
         weight_decay: float = 0.0,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...

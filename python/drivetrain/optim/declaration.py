@@ -32,6 +32,16 @@ class StepOptions(TypedDict, total=False):
     offload: Literal["cpu"] | None
 
 
+class TorchsOptions(StepOptions, total=False):
+    """Lists options of most of torch's classes, for type checkers. Signatures have those that torch's class has."""
+
+    foreach: bool | None
+    maximize: bool
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
+
+
 _OPTIONS = [inspect.signature(FusedOptimizer.__init__).parameters[name] for name in StepOptions.__annotations__]
 # Most classes describe these arguments alike. The docstring of a class has its own words for others.
 _COMMON = {
@@ -73,14 +83,15 @@ def follows(rule: Rule) -> Callable[[Class], Class]:
     """Completes a declared class of optimizers.
 
     It gets its rule, the common options, a docstring with every argument, and a step that other classes may borrow as
-    torch's. A constructor without a body passes every argument to the base under its own name.
+    torch's. A constructor without a body passes every argument to the base under its own name. Where torch has the
+    class, it takes the arguments of torch's constructor.
     """
 
     def describe(cls: Class) -> Class:
         rules[cls] = rule
         ours: Any = cls
         if not ours.__init__.__code__.co_names:  # a declaration, whose body is `...`
-            ours.__init__ = _passing_on(ours.__init__, rule)
+            ours.__init__ = _passing_on(cls, rule)
         _add_options(cls)
         own_step, torchs = ours.step, torchs_base(cls)
 
@@ -100,13 +111,19 @@ def check_names(constructor: Callable[..., None], options: Mapping[str, object])
         raise TypeError(f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}")
 
 
-def _passing_on(declared: Callable[..., None], rule: Rule) -> Callable[..., None]:
+def _passing_on(cls: Any, rule: Rule) -> Callable[..., None]:
+    declared, torchs = cls.__init__, torchs_base(cls)
     declaration = inspect.signature(declared)
+    if torchs is not torch.optim.Optimizer:
+        arguments = [*inspect.signature(torchs.__init__, eval_str=True).parameters.values()]
+        declaration = declaration.replace(parameters=[*arguments, declaration.parameters["options"]])
 
     @functools.wraps(declared)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-        declared(self, *args, **kwargs)  # Python's own errors for arguments that do not fit
-        bound = declaration.bind(self, *args, **kwargs)
+        try:
+            bound = declaration.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{declared.__qualname__}() {error}") from None
         bound.apply_defaults()
         hypers = dict(bound.arguments)
         del hypers["self"]
@@ -119,6 +136,8 @@ def _passing_on(declared: Callable[..., None], rule: Rule) -> Callable[..., None
         _check_arguments(**{name: hypers[name] for name in ("lr", "betas", "weight_decay", "eps") if name in hypers})
         FusedOptimizer.__init__(self, params, {**hypers, **rule.constants}, **options)
 
+    ours: Any = constructor
+    ours.__signature__ = declaration
     return constructor
 
 

@@ -10,7 +10,7 @@ from torch.optim.sgd import sgd
 from typing_extensions import Unpack
 
 from .base import FusedOptimizer
-from .declaration import StepOptions, follows
+from .declaration import TorchsOptions, follows
 from .rule import Group, Rule
 
 NUMBERS = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
@@ -38,13 +38,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -67,13 +62,7 @@ class AdamW(Adam, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -108,12 +97,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         dampening: float = 0,
         weight_decay: float | Tensor = 0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -150,12 +134,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         weight_decay: float = 0,
         initial_accumulator_value: float = 0,
         eps: float = 1e-10,
-        foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -182,11 +161,7 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         weight_decay: float = 0,
         momentum: float = 0,
         centered: bool = False,
-        capturable: bool = False,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        differentiable: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -206,12 +181,7 @@ class Adadelta(FusedOptimizer, torch.optim.Adadelta):
         rho: float = 0.9,
         eps: float = 1e-6,
         weight_decay: float = 0,
-        foreach: bool | None = None,
-        *,
-        capturable: bool = False,
-        maximize: bool = False,
-        differentiable: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -233,12 +203,7 @@ class Adamax(FusedOptimizer, torch.optim.Adamax):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
-        foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        capturable: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -259,12 +224,7 @@ class RAdam(FusedOptimizer, torch.optim.RAdam):
         eps: float = 1e-8,
         weight_decay: float = 0,
         decoupled_weight_decay: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -288,12 +248,7 @@ class NAdam(FusedOptimizer, torch.optim.NAdam):
         weight_decay: float = 0,
         momentum_decay: float = 4e-3,
         decoupled_weight_decay: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -319,11 +274,7 @@ class ASGD(FusedOptimizer, torch.optim.ASGD):
         alpha: float = 0.75,
         t0: float = 1e6,
         weight_decay: float = 0,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        differentiable: bool = False,
-        capturable: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...
 
 
@@ -352,10 +303,5 @@ class Rprop(FusedOptimizer, torch.optim.Rprop):
         lr: float | Tensor = 1e-2,
         etas: tuple[float, float] = (0.5, 1.2),
         step_sizes: tuple[float, float] = (1e-6, 50),
-        *,
-        capturable: bool = False,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        differentiable: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None: ...

@@ -480,7 +480,7 @@ def test_a_rank_that_ends_first_leaves_the_others_in_peace(tmp_path: Path) -> No
 
 EXIT_WHILE_ASKING = """
     import atexit, threading
-    from drivetrain.ddp import control_block, watchdog
+    from drivetrain.ddp import control_block, hang_reports
 
     has_hung_up = control_block._has_hung_up
 
@@ -491,9 +491,9 @@ EXIT_WHILE_ASKING = """
     def tell_threads():
         sys.stderr.write(" ".join(t.name for t in threading.enumerate() if t.name.startswith("drivetrain-watch")))
 
-    atexit.unregister(watchdog._end_at_exit)  # of the model above
+    atexit.unregister(hang_reports._end_at_exit)  # of the model above
     atexit.register(tell_threads)
-    atexit.register(watchdog._end_at_exit)  # the last to be registered is called first
+    atexit.register(hang_reports._end_at_exit)  # the last to be registered is called first
     control_block._has_hung_up = slow
     models = [DDP(nn.Linear(4, 4)) for _ in range(5)]
 """

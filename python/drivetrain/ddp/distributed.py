@@ -26,12 +26,11 @@ from .consistency import (
     trained_parameters,
 )
 from .defaults import constructed, defaults, with_defaults
-from .gradient_check import SkippedSteps, checked_mode, set_gradient_check
 from .groups import ReducesOverGroups, left_out, parts_of
 from .logger import Logger
 from .logical_ranks import parts as logical
 from .reducer import Reducer, announce
-from .values import check_values
+from .values import SkippedSteps, check_values, checked_mode, set_gradient_check
 
 __all__ = ["DistributedDataParallel", "checked_weight", "defaults"]
 

@@ -2,14 +2,18 @@
 
 Each rank writes a short record into the process group's store every quarter of the limit (see control_block.py). A rank
 that has waited for the limit reads what the others have written, and logs which ranks are behind it. Nothing here takes
-the reducer's lock, which a waiting rank holds, and no clock is compared with another host's.
+the reducer's lock, which a waiting rank holds, and no clock is compared with another host's. The watchdog is one thread
+per process, which looks at every reducer from time to time.
 """
 
+import atexit
 import contextlib
 import ctypes
 import logging
 import math
 import os
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -21,9 +25,9 @@ from torch import nn
 from .. import _C
 from ..frames import self_of, stack_of_thread, users_line
 from ..processes import this_process
-from ..threads import Thread
-from . import nccl_ras, watchdog
-from .control_block import RankRecord, control_block_of
+from ..threads import Thread, settle_on_device
+from . import nccl_ras
+from .control_block import RankRecord, control_block_of, forget_connections, wait_for_questions
 
 VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
 DEFAULT_LIMIT_S = 8.0
@@ -36,6 +40,8 @@ _RANKS_NAMED = 4
 _LONGEST_QUESTION_S = 5.0  # to NCCL
 # A process closes its connections, which the others notice, shortly before it has ended.
 _ENDING_S = 0.5
+_LONGEST_PAUSE_S = 30.0  # between two looks
+_EXIT_S = 5.0  # time that the threads get to end at exit, in case the store does not answer
 
 _logger = logging.getLogger("drivetrain")
 
@@ -68,7 +74,7 @@ def waiting(progress: _C.Progress, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reporter = next((one for one in watchdog.all_watched() if one.progress is progress), None)
+        reporter = next((one for ref in [*_watched.values()] if (one := ref()) and one.progress is progress), None)
         if reporter is not None and (ended := reporter.ended_ranks()):
             error.args = (f"{error}\ndrivetrain: {what} has failed. {ended}",)
         raise
@@ -118,7 +124,7 @@ class HangReporter:
         self._waited_s = self._longest_s = 0.0  # of this wait as last seen, and of those that ended
         self._next_report_s = limit_s
         self._listening_since = 0.0
-        watchdog.add(self)
+        _watch(self)
 
     @property
     def beat_s(self) -> float:
@@ -253,7 +259,7 @@ class HangReporter:
     def _report(self, now: _C.ProgressSnapshot, is_answered: bool) -> str:
         block = self._block
         name = f"rank {block.ranks[block.rank]}"
-        step = f"step {now.step} of {self._wrapper}" if watchdog.has_several() else f"step {now.step}"
+        step = f"step {now.step} of {self._wrapper}" if len(_watched) > 1 else f"step {now.step}"
         waits = f"{name} has waited {_rounded(now.seconds)} s: {now.awaited} of {step} waits"
         if not is_answered:
             return (
@@ -362,3 +368,88 @@ def _where(thread: int, modules: _Modules) -> str:
         if reference is not None and reference() is module:
             return f"in {name or type(module).__name__} ({line})"
     return f"at {line}"
+
+
+# ---- The watchdog.
+
+_watched: dict[int, "weakref.ref[HangReporter]"] = {}
+_threads_lock = threading.Lock()  # guards the thread's start and end
+_thread: threading.Thread | None = None
+_is_exiting = False
+# Wakes the thread. A SimpleQueue's put() may come at any moment in any thread, from garbage collection.
+_wake: "queue.SimpleQueue[None]" = queue.SimpleQueue()
+_has_exit_hooks = False
+
+
+def _watch(watched: HangReporter) -> None:
+    """Looks at `watched` for as long as it exists. Starts the thread if it is the first."""
+    global _thread, _has_exit_hooks
+    key = id(watched)
+
+    def forget(_: object) -> None:
+        _watched.pop(key, None)
+        _wake.put(None)
+
+    with _threads_lock:
+        if not _has_exit_hooks:
+            atexit.register(_end_at_exit)
+            os.register_at_fork(after_in_child=_forget_after_fork)
+            _has_exit_hooks = True
+        _watched[key] = weakref.ref(watched, forget)
+        if _thread is None:
+            _thread = Thread(_run_watchdog, "drivetrain-watch")
+            _thread.start()
+    _wake.put(None)
+
+
+def _run_watchdog() -> None:
+    global _thread
+    while True:
+        wait_s = _look_at_all()
+        with contextlib.suppress(queue.Empty):
+            _wake.get(timeout=wait_s)
+        with _threads_lock:
+            if _is_exiting or not _watched:
+                _thread = None
+                return
+
+
+def _look_at_all() -> float:
+    """Returns the seconds until the next look. Keeps no reference to the objects."""
+    settle_on_device()  # a process may use its GPU later than the thread began
+    wait_s = _LONGEST_PAUSE_S
+    for reference in list(_watched.values()):
+        watched = reference()
+        if _is_exiting:
+            break
+        if watched is None:
+            continue
+        try:
+            wait_s = min(wait_s, watched.look())
+        except Exception:  # a failed report must not prevent the others
+            _logger.debug("looking after a reducer failed", exc_info=True)
+            wait_s = min(wait_s, watched.beat_s)
+    return wait_s
+
+
+def _end_at_exit() -> None:
+    """Ends the threads: if one asked for the GIL after Python has shut down, the process would abort."""
+    global _is_exiting
+    deadline = time.monotonic() + _EXIT_S
+    with _threads_lock:
+        _is_exiting = True
+        thread = _thread
+    _wake.put(None)
+    if thread is not None:
+        thread.join(_EXIT_S)
+    wait_for_questions(max(deadline - time.monotonic(), 0))
+
+
+def _forget_after_fork() -> None:
+    """Resets the state of a forked child, which has no such thread."""
+    global _threads_lock, _thread, _wake
+    _threads_lock = threading.Lock()
+    _wake = queue.SimpleQueue()
+    _thread = None
+    _watched.clear()
+    forget_connections()

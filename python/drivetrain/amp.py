@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .optim import sparse
 from .optim.base import FusedOptimizer
 from .optim.kept import in_place_of, kept_of
+from .optim.native_step import has_sparse
 from .optim.rule import rule_of
 from .optim.sharded import over_groups
 
@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         That takes no pass more on the CPU, and hooks on steps see what they see under torch. On CUDA it waits for the
         device.
         """
-        if rule_of(type(optimizer)).step_sparse is not None and sparse.has_any(optimizer.param_groups):
+        if rule_of(type(optimizer)).step_sparse is not None and has_sparse(optimizer.param_groups):
             return True
         if not self._enabled or self._scale is None or kept_of(optimizer).in_backward is not None:
             return False

@@ -7,11 +7,10 @@ other calls the model several times per step.
 from torch.optim import LBFGS, SparseAdam
 
 from .adafactor import Adafactor
-from .adamw_schedule_free import AdamWScheduleFree
 from .clip_grad import clip_grad_norm_
 from .element_wise import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 from .muon import Muon
-from .of_papers import ADOPT, LAMB, Adan, Lion
+from .of_papers import ADOPT, LAMB, AdamWScheduleFree, Adan, Lion
 from .state_dicts import full_state_dict
 
 __all__ = [

@@ -10,7 +10,7 @@ from .. import _C
 from . import precision
 from .kept import kept_of, stands_for_torchs
 from .rule import Group, Numbers, rule_of
-from .sharded import matrix_ranks
+from .sharded.dtensors import share_matrices
 
 
 def is_capturing() -> bool:
@@ -135,7 +135,7 @@ class Engine:
         group = dist.group.WORLD if self.kept.is_over_world else self.kept.process_group
         if group is not None and group.size() > 1:
             matrices = (p for each in self.param_groups if not each.get("fallback") for p in each["params"])
-            matrix_ranks.share(options, group, next((p.device for p in matrices), torch.device("cpu")))
+            share_matrices(options, group, next((p.device for p in matrices), torch.device("cpu")))
         return options
 
     def _scalar(self, name: str, default: float) -> float | Tensor:

@@ -18,7 +18,7 @@ from .engine import Engine
 from .kept import kept_of
 from .left_to_torch import constructed
 from .rule import Group, Numbers, Rule, hypers
-from .sharded import matrix_ranks
+from .sharded.dtensors import check_matrix_ranks
 
 POLAR_EXPRESS = "polar_express"  # in place of the coefficients of all iterations
 # The options of a group that AdamW steps, with the defaults of torch.optim.AdamW.
@@ -154,7 +154,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     ) -> None:
         check_names(Muon.__init__, options)
         if process_group is not None:
-            matrix_ranks.check(process_group)
+            check_matrix_ranks(process_group)
         others: list[Group] = []
         if fallback is not None:
             _check_fallback(fallback)

@@ -1,4 +1,8 @@
-"""Runs the native step over parameter groups, and creates and converts the states that it needs."""
+"""Runs the native step over parameter groups, and creates and converts the states that it needs.
+
+It takes dense gradients. Where torch's class takes sparse ones, as `nn.Embedding(sparse=True)` gives them, torch's own
+functions step their parameters after the others: the rule has them as `step_sparse`.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -8,10 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import precision, sparse
+from . import precision
 from .engine import Engine, is_capturing
 from .rule import Group
 from .sharded import over_groups
+from .sharded.dtensors import label_of
 from .sharded.step import Shards
 
 
@@ -58,11 +63,11 @@ def step_all(engine: Engine, reader: _C.StepReader, options: _C.StepOptions) -> 
             return step_groups(engine, engine.param_groups, reader, options)
         except RuntimeError:
             # Nothing has changed. Checking every step for sparse gradients would take time for each parameter.
-            if step_sparse is None or not sparse.has_any(engine.param_groups):
+            if step_sparse is None or not has_sparse(engine.param_groups):
                 raise
             kept.may_be_sparse = True
     assert step_sparse is not None
-    dense_groups, sparse_groups = sparse.split(engine.param_groups)
+    dense_groups, sparse_groups = split_sparse(engine.param_groups)
     is_scaled = any(getattr(engine.optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
     if sparse_groups and (options.measures or is_scaled):
         raise NotImplementedError(
@@ -164,3 +169,45 @@ def _take_back(states: dict[Tensor, Any], param: Tensor, values: Tensor | None, 
 def counter_device(param: Any) -> torch.device:
     """Returns the device of a parameter's step counter: the parameter's on CUDA, else the CPU."""
     return param.device if isinstance(param, Tensor) and param.is_cuda else torch.device("cpu")
+
+
+def has_sparse(groups: list[Group]) -> bool:
+    """Returns whether any gradient is sparse."""
+    return any(param.grad is not None and param.grad.is_sparse for group in groups for param in group["params"])
+
+
+def split_sparse(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    """Returns every group with its dense gradients' parameters, and the groups of parameters with sparse ones.
+
+    Raises:
+        NotImplementedError: A group with a sparse gradient asks for a storage format of drivetrain.
+        RuntimeError: A group with a sparse gradient has weight decay, which torch cannot apply to it.
+    """
+    dense, sparse = [], []
+    for index, group in enumerate(groups):
+        is_sparse = [param.grad is not None and param.grad.is_sparse for param in group["params"]]
+        dense.append(_filtered(group, [not found for found in is_sparse]))
+        if not any(is_sparse):
+            continue
+        label = label_of(group, index, is_sparse.index(True))
+        asked = [f"{name}={group[name]!r}" for name, no in precision.DEFAULTS.items() if group.get(name, no) != no]
+        if asked:
+            raise NotImplementedError(
+                f"{label} has a sparse gradient, which {', '.join(asked)} cannot step: put it into a group without "
+                "that, or set sparse=False in its Embedding."
+            )
+        if group["weight_decay"] != 0:
+            raise RuntimeError(
+                f"{label} has a sparse gradient, with which weight_decay={group['weight_decay']} is not compatible: "
+                "put it into a group with weight_decay=0."
+            )
+        sparse.append(_filtered(group, is_sparse))
+    return dense, sparse
+
+
+def _filtered(group: Group, keeps: list[bool]) -> Group:
+    return group | {
+        name: [value for value, keep in zip(group[name], keeps, strict=True) if keep]
+        for name in ("params", "param_names")
+        if name in group
+    }

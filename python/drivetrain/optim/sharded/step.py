@@ -14,7 +14,6 @@ from torch import Tensor
 from ... import _C
 from .. import precision
 from ..rule import Group, Rule
-from . import matrix_ranks
 from .dtensors import (
     group_of_rows,
     is_dtensor,
@@ -25,6 +24,7 @@ from .dtensors import (
     replicated,
     set_gradient,
     settle_gradient,
+    share_matrices,
     shared_value,
     split_dims,
     sum_of_squares,
@@ -115,7 +115,7 @@ class Shards:
                 options.matrix_ranks = ranks_of_wholes
                 for ranks in chosen - {None}:
                     device = next(one.tensor.device for group in stand_ins for one in group if one.ranks is ranks)
-                    matrix_ranks.share(options, ranks, device, whole_rows)
+                    share_matrices(options, ranks, device, whole_rows)
                 of_run, has_new_states = run(local_groups, local_state, options)
                 if of_run.has_wrappers:
                     _refuse_wrappers(local_groups)

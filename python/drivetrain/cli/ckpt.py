@@ -21,6 +21,7 @@ from ..checkpointing.store.save import write_tensors
 from ..checkpointing.tiers import TIERS
 from ..notebook import text_table
 
+_MOST_SHOWN = 2000  # characters of a state
 _EXPORT_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors", "dcp": ""}
 
 
@@ -103,7 +104,9 @@ def _show(args: argparse.Namespace) -> int:
             rows.append((name, str(rank), str(dtypes[name]).removeprefix("torch."), str(list(shapes[name]))))
     print(text_table(("tensor", "rank", "dtype", "shape"), rows))
     for rank in ranks:
-        print(f"state of rank {rank}: {_shortened(json.dumps(checkpoint.state(rank)))}")
+        text = json.dumps(checkpoint.state(rank))
+        more = f"... ({len(text):,} characters)" if len(text) > _MOST_SHOWN else ""
+        print(f"state of rank {rank}: {text[:_MOST_SHOWN]}{more}")
     return 0
 
 
@@ -187,7 +190,3 @@ def _encryption(args: argparse.Namespace) -> Encryption | None:
 def _audit(directory: Path) -> AuditLog | None:
     """Returns the audit log of a directory whose runs keep one."""
     return AuditLog(directory / AUDIT) if (directory / AUDIT).exists() else None
-
-
-def _shortened(text: str, limit: int = 2000) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"

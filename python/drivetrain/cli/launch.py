@@ -9,6 +9,7 @@ import errno
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -65,23 +66,18 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         TimeoutError: The call took longer. Its daemon thread keeps running and does not keep the process alive.
         Exception: The exception that the call raised.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
+    future: Future[T] = Future()
 
     def work() -> None:
         try:
-            results.append(call())
+            future.set_result(call())
         except Exception as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    threading.Thread(target=work, daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no result after {seconds:g} s")
-    return results[0]
+    return future.result()
 
 
 def first_line(error: BaseException) -> str:

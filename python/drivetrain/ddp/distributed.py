@@ -362,12 +362,14 @@ class DistributedDataParallel(ReducesOverGroups):
             for index, param in enumerate(parameters):  # torch's hooks pass it to reducer._autograd_hook
                 param._idx = index  # type: ignore[attr-defined]
         caps = bucket_caps(self)
-        small = sharding.keeps_buckets_small(self)
-        if small and self.bucket_bytes_cap_default:
-            caps = caps[:1]
-        ignored = self.parameters_to_ignore
-        takes_turns = "with shard='gradients' buckets take turns in memory" if sharding.keeps_rows(self) else ""
-        self._why_not_planned = small or takes_turns or obstacle_to_planning(self, parameters, expect_sparse_gradient)
+        ignored, why_not = self.parameters_to_ignore, ""
+        if sharding.keeps_rows(self):
+            why_not = "with shard='gradients' buckets take turns in memory"
+            # The buffer has room for two of the largest. On CUDA it may have more, as small calls of NCCL take long.
+            if self.device.type == "cpu":
+                why_not = "shard='gradients' keeps buckets small"
+                caps = caps[:1] if self.bucket_bytes_cap_default else caps
+        self._why_not_planned = why_not or obstacle_to_planning(self, parameters, expect_sparse_gradient)
         self.reducer = Reducer(
             params=parameters,
             names=names,

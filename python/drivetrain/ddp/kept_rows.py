@@ -202,7 +202,7 @@ class KeptRows:
         if not (grads := self._grads()):
             return False
         if self._device.type == "cpu":
-            return any(map(_is_nonzero, grads))
+            return any(bool(local_part(grad).any()) for grad in grads)
         counts = torch.stack([local_part(grad).count_nonzero() for grad in grads])
         return counts.sum().gt(0).double().view(1)
 
@@ -214,23 +214,16 @@ class KeptRows:
         return [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
 
     def _are_untouched(self) -> bool:
-        return all(map(_is_same, self._see(), self._seen))
+        return all(
+            now is before if now is None or before is None else now[0]() is before[0]() and now[1] == before[1]
+            for now, before in zip(self._see(), self._seen, strict=True)
+        )
 
     def _drop(self) -> None:
         self._weight = None
         for ref in self._params:
             if (param := ref()) is not None:
                 param.grad = None
-
-
-def _is_same(now: Seen, before: Seen) -> bool:
-    if now is None or before is None:
-        return now is before
-    return now[0]() is before[0]() and now[1] == before[1]
-
-
-def _is_nonzero(grad: Tensor) -> bool:
-    return bool(local_part(grad).any())
 
 
 def _keep(params: list[nn.Parameter], _: bool) -> None:

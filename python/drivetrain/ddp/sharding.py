@@ -83,16 +83,6 @@ def keeps_rows(wrapper: Any) -> bool:
     return dist.get_world_size(wrapper.__dict__.get("_shard_group") or wrapper.process_group) > 1
 
 
-def keeps_buckets_small(wrapper: Any) -> str:
-    """Returns why buckets must be small, for the plan's report; "": they need not.
-
-    The buffer that buckets take turns in has room for two of the largest. On CUDA it may have more, as calls of NCCL
-    take long for small buckets.
-    """
-    is_small = wrapper.device.type == "cpu" and keeps_rows(wrapper)
-    return "shard='gradients' keeps buckets small" if is_small else ""
-
-
 def rows_of(wrapper: Any) -> KeptRows | None:
     """Returns what adds up this rank's rows of every backward's gradients; None: backwards collect all rows."""
     return None if wrapper._sharding is None or wrapper._logical_ranks else wrapper._sharding.rows
@@ -129,7 +119,11 @@ def of(wrapper: Any, shard: str | None, shard_group: Any, *, overlaps: bool) -> 
         raise NotImplementedError(
             "shard= is for process groups of torch.distributed, and this one is a script's own: leave shard= out."
         )
-    group = wrapper.process_group if shard_group is None else _checked_group(shard_group, wrapper.process_group)
+    group = wrapper.process_group
+    if shard_group is not None:
+        group, ranks = shard_group, dist.get_process_group_ranks(shard_group)
+        if outside := set(ranks) - set(dist.get_process_group_ranks(wrapper.process_group)):
+            raise ValueError(f"shard_group has the ranks {ranks}, of which process_group lacks {sorted(outside)}.")
     places = [(rank, dist.get_world_size(group)) for rank in range(dist.get_world_size(group))]
     if shard == "gradients" and shard_group is not None:
         with on_device(wrapper.device):
@@ -300,12 +294,6 @@ class Sharding:
             return _GroupGather(bucket, self._group, self._rank)
         return OnStreams(work, self._device) if self._device.type == "cuda" else work
 
-    def _allocate(self, size: int) -> Tensor:
-        """Returns uint8 [size]. On CUDA it is torch's memory: NCCL rounds each of its own allocations far up."""
-        if self._device.type == "cuda":
-            return torch.zeros(size, dtype=torch.uint8, device=self._device)
-        return self._comm.allocate(size, "cpu")
-
     def _lay_out(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Moves the parameters to buckets of the transport's memory, and divides them."""
         plans: list[list[tuple[str, nn.Parameter, int]]] = []
@@ -319,7 +307,10 @@ class Sharding:
         for plan in plans:
             _, last, offset = plan[-1]
             size = offset + (last.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-            flat = self._allocate(max(size, _ALIGNMENT))
+            if self._device.type == "cuda":  # torch's memory, as NCCL rounds each of its own allocations far up
+                flat = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=self._device)
+            else:
+                flat = self._comm.allocate(max(size, _ALIGNMENT), "cpu")
             ranges: list[_Range] = []
             views: list[list[Tensor]] = [[] for _ in range(self._size)]
             for name, param, offset in plan:
@@ -447,11 +438,3 @@ def _has_rows_in_order(param: Tensor) -> bool:
     """Returns whether each row is a block of memory of its own, directly behind the one before."""
     row = param[0]
     return param.stride(0) == row.numel() and torch.empty_like(row).stride() == row.stride()
-
-
-def _checked_group(shard_group: dist.ProcessGroup, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(shard_group)
-    outside = set(ranks) - set(dist.get_process_group_ranks(process_group))
-    if outside:
-        raise ValueError(f"shard_group has the ranks {ranks}, of which process_group lacks {sorted(outside)}.")
-    return shard_group

@@ -90,11 +90,6 @@ class Kept:
         self.result: _C.StepResult | None = None  # of the last step
 
     @property
-    def shares_matrices(self) -> bool:
-        """True if the optimizer got a process group."""
-        return self.is_over_world or self.process_group is not None
-
-    @property
     def grad_norm(self) -> float | None:
         """The 2-norm of the last step's gradients, if the step needed it. Waits for the device."""
         return None if self.result is None else self.result.grad_norm

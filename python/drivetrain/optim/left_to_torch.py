@@ -30,7 +30,7 @@ def _asks_for_more(engine: Engine) -> bool:
     kept, groups = engine.kept, getattr(engine.optimizer, "param_groups", [])
     is_own = kept.max_grad_norm is not None or kept.zero_grads_in_step or kept.in_backward is not None
     is_own = is_own or kept.fallback is not None or kept.offload is not None or bool(kept.formats)
-    is_own = is_own or kept.shares_matrices or kept.statistics is not None
+    is_own = is_own or kept.is_over_world or kept.process_group is not None or kept.statistics is not None
     return is_own or any(engine.formats_of(group) or engine.rule.is_own(engine.read(group)) for group in groups)
 
 

@@ -32,7 +32,10 @@ def _check(group: Group) -> None:
         raise ValueError(f"eps is {group['eps']}, expected a number of 0 or more")
     if not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(f"ns_steps is {steps!r}. Number of steps must be less than 100 for computational efficiency")
-    if coefficients != POLAR_EXPRESS and not _are_three_numbers(coefficients):
+    are_three = isinstance(coefficients, Sequence) and len(coefficients) == 3
+    if coefficients != POLAR_EXPRESS and not (
+        are_three and all(isinstance(value, SupportsFloat) and math.isfinite(value) for value in coefficients)
+    ):
         raise ValueError(
             f"ns_coefficients is {coefficients!r}. Coefficients must be a tuple of exactly 3 finite values, or "
             f"{POLAR_EXPRESS!r}"
@@ -44,14 +47,6 @@ def _check(group: Group) -> None:
         raise ValueError(f"num_heads is {heads!r}, expected an integer of 1 or more")
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
-
-
-def _are_three_numbers(values: Any) -> bool:
-    return (
-        isinstance(values, Sequence)
-        and len(values) == 3
-        and all(isinstance(value, SupportsFloat) and math.isfinite(value) for value in values)
-    )
 
 
 def _numbers(group: Group) -> Numbers:

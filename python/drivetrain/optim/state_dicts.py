@@ -46,8 +46,12 @@ def restore(engine: Engine) -> None:
     for group in engine.param_groups:
         for option, value in (defaults | kept.formats).items():
             group.setdefault(option, value)
-    if kept.loading is not None:
-        _keep_dtypes(engine, kept.loading)
+    if (saved := kept.loading) is not None:
+        for saved_group, group in zip(saved["param_groups"], engine.param_groups, strict=True):
+            for key, param in zip(saved_group["params"], group["params"], strict=True):
+                for name, value in saved["state"].get(key, {}).items():
+                    if isinstance(value, Tensor) and name != "step":  # torch keeps the dtype of that one
+                        optimizer.state[param][name] = value.to(param.device)
     place_step_counters(engine)
 
 
@@ -123,14 +127,6 @@ def _check_loaded(engine: Engine, loaded: dict[str, Any]) -> None:
                 raise ValueError(
                     f"{where} has the states {', '.join(state)}: it is the state of another optimizer than {name}"
                 )
-
-
-def _keep_dtypes(engine: Engine, saved: dict[str, Any]) -> None:
-    for saved_group, group in zip(saved["param_groups"], engine.param_groups, strict=True):
-        for key, param in zip(saved_group["params"], group["params"], strict=True):
-            for name, value in saved["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and name != "step":  # torch keeps that one
-                    engine.optimizer.state[param][name] = value.to(param.device)
 
 
 def save(engine: Engine, torchs_save: Callable[[], dict[str, Any]]) -> dict[str, Any]:

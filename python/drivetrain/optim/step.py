@@ -59,9 +59,7 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
         overlapped = kept.overlapped
         bucket_of, due = ({}, None) if overlapped is None else (overlapped.bucket_of, overlapped.due)
         result = of_devices.step(engine, options, bucket_of, due)
-        for param in engine.params() if kept.zero_grads_in_step else ():
-            if param.grad is not None:
-                param.grad.zero_()
+        _zero_gradients(engine)
     else:
         result = _step_on_its_device(engine, kept.reader, options)
     kept.result = result
@@ -94,10 +92,16 @@ def _step_on_its_device(engine: Engine, reader: _C.StepReader, options: _C.StepO
         if kept.statistics is not None and result.statistics:
             kept.statistics.take(names, engine.params(), result.statistics)
     if swapped is not None:
-        if kept.zero_grads_in_step:
-            swapped.zero_gradients()
+        _zero_gradients(engine)
         swapped.gather()
     return result
+
+
+def _zero_gradients(engine: Engine) -> None:
+    """Fills whole gradients with zeros where asked, as the native step has zeroed others or a part."""
+    for param in engine.params() if engine.kept.zero_grads_in_step else ():
+        if param.grad is not None:
+            param.grad.zero_()
 
 
 def add_group(engine: Engine, torchs_add: Callable[[dict[str, Any]], None], param_group: dict[str, Any]) -> None:

@@ -69,11 +69,7 @@ class Twin:
 
     def note_values(self) -> None:
         """Notes that the device has the host's values."""
-        self._mark, self.norm = _mark(self._param), _norm(self._param)
-
-    def is_current(self) -> bool:
-        """Returns whether the device has the values that came from the host or went there."""
-        return self._mark == _mark(self._param)
+        self.mark, self.norm = _mark(self._param), _norm(self._param)
 
     def send_gradient(self, pool: _C.OffloadPool) -> None:
         """Starts to copy the gradient to the host, unless it has left since its last change."""
@@ -158,7 +154,7 @@ class Twins:
     def of(self, param: Tensor, *, with_gradient: bool = False) -> Twin:
         """Returns the parameter's twin. Current values are on their way or there, as is the gradient on request."""
         twin = self._twins.get(param)
-        if twin is None or not twin.is_current():
+        if twin is None or twin.mark != _mark(param):
             self._twins.pop(param, None)  # returns its memory first
             twin = self._twins[param] = Twin(param, self._pool)
         if with_gradient:

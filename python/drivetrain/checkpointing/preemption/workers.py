@@ -102,11 +102,6 @@ def _begin_ignoring(init: Callable[[int], Any] | None, signals: list[signal.Sign
         init(worker)
 
 
-def has_lost_workers(batches: Any) -> bool:
-    """Returns whether a worker of a DataLoader's iterator has ended."""
-    return any(not worker.is_alive() for worker in getattr(batches, "_workers", ()))
-
-
 def _ignore(*_: Any) -> None:
     """Does nothing: the rank saves its last step, and ends the worker then."""
 

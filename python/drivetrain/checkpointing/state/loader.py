@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from ...data import ResumableSampler
-from ..preemption.workers import has_lost_workers
 from . import rng
 from .position import Position
 
@@ -117,7 +116,7 @@ class Counted(Position):
 
     def has_lost_workers(self, batches: Iterator[Any]) -> bool:
         """Returns whether a worker has ended under a notice, so that the iteration must begin again."""
-        return self._is_noticed() and has_lost_workers(batches)
+        return self._is_noticed() and not all(worker.is_alive() for worker in getattr(batches, "_workers", ()))
 
     def begin_again(self, taken: int) -> Iterator[Any]:
         """Begins the current iteration again with new workers, after the first `taken` batches of it."""

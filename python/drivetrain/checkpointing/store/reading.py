@@ -244,11 +244,11 @@ class _Part:
             with ThreadPoolExecutor(_READ_THREADS, "drivetrain-decrypt", settle_on_device) as threads:
                 decrypted = threads.map(lambda chunk: self._decrypt(chunk, targets), chunks)
                 bad = [problem for problems in decrypted for problem in problems]
-
-        def names_in(chunk: int) -> tuple[str, ...]:
-            return tuple(name for name, entry in self.entries.items() if chunk in _chunks_of(entry))
-
-        return [Fault(self.record.file, names_in(chunk), chunk, problem) for chunk, problem in bad]
+        faults = []
+        for chunk, problem in bad:
+            names = tuple(name for name, entry in self.entries.items() if chunk in _chunks_of(entry))
+            faults.append(Fault(self.record.file, names, chunk, problem))
+        return faults
 
     def _decrypt(self, chunk: int, targets: list[tuple[int, Tensor]]) -> list[tuple[int, str]]:
         assert self._cipher is not None

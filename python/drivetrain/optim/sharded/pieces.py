@@ -248,12 +248,6 @@ class Swapped:
         for owner in self._owners if self._steps else ():
             owner.steps.end()
 
-    def zero_gradients(self) -> None:
-        """Fills the whole gradients with zeros, of which the step has zeroed a part."""
-        for param in self._params:
-            if param.grad is not None:
-                param.grad.zero_()
-
     def gather(self) -> None:
         """Gets the rows that the other ranks have stepped."""
         for owner, params in self._owners.items():

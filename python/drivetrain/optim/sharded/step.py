@@ -117,8 +117,10 @@ class Shards:
                     device = next(one.tensor.device for group in stand_ins for one in group if one.ranks is ranks)
                     share_matrices(options, ranks, device, whole_rows)
                 of_run, has_new_states = run(local_groups, local_state, options)
-                if of_run.has_wrappers:
-                    _refuse_wrappers(local_groups)
+                for index, group in enumerate(local_groups) if of_run.has_wrappers else ():
+                    for place, param in enumerate(group["params"]):
+                        if param.grad is not None and (reason := why_not_stepped(param, param)) is not None:
+                            raise NotImplementedError(f"{label_of(group, index, place)} {reason}.")
                 measured += [(of_plain.get(id(one[0]), one[0]), *one[1:]) for one in of_run.statistics]
                 if has_new_states:
                     _write_back(state, local_state, parts, groups)
@@ -244,10 +246,3 @@ def _step_whole(
             value = part_of(value, param).clone() if value.shape == whole.shape else replicated(value, param)
         state[param][name] = value
     return result
-
-
-def _refuse_wrappers(groups: list[Group]) -> None:
-    for index, group in enumerate(groups):
-        for place, param in enumerate(group["params"]):
-            if param.grad is not None and (reason := why_not_stepped(param, param)) is not None:
-                raise NotImplementedError(f"{label_of(group, index, place)} {reason}.")

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ..grad.collected import divide, holds_anything
 from ..optim.base import FusedOptimizer
 from ..optim.clip_grad import clip_grad_norm_
-from ..optim.in_backward import StepInBackward
+from ..optim.in_backward import StepInBackward, final_gradients_leave
 from ..optim.kept import check_max_grad_norm, kept_of, scaled_step
-from ..optim.overlapped import final_gradients_leave
 from ..wrapped import unwrapped, wrapper_in
 from . import hang_reports
 from .distributed import DistributedDataParallel, checked_weight

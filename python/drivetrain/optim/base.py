@@ -10,10 +10,9 @@ from torch._compile import _disable_dynamo
 
 from . import precision, state_dicts, step, twins
 from .engine import Engine
-from .in_backward import StepInBackward
+from .in_backward import OverlappedOffload, StepInBackward
 from .kept import NAME, Kept, check_max_grad_norm, extra, kept_of, option, stands_for_torchs
 from .left_to_torch import end_constructor
-from .overlapped import OverlappedOffload
 from .report import Report, report_of
 from .sharded import pieces
 from .statistics import Statistics, begin

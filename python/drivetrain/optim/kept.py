@@ -13,8 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .. import _C
-    from .in_backward import StepInBackward
-    from .overlapped import OverlappedOffload
+    from .in_backward import OverlappedOffload, StepInBackward
     from .sharded.step import Shards
     from .statistics import Statistics
     from .twins import Twins

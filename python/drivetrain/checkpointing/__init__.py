@@ -5,10 +5,9 @@ from .store.coordinator import Coordinator
 from .store.encryption import Encryption
 from .store.errors import CheckpointError, EncryptionError, Fault
 from .store.reading import Checkpoint
-from .store.remote import Remote
+from .store.remote import Remote, TierStatus
 from .store.save import Save
 from .store.store import Store
-from .store.uploader import TierStatus
 from .survivors import continue_in_place
 
 __all__ = [

@@ -31,9 +31,8 @@ from .store.audit import AUDIT
 from .store.encryption import Encryption
 from .store.errors import CheckpointError
 from .store.reading import Checkpoint
-from .store.remote import Remote
+from .store.remote import Remote, TierStatus
 from .store.store import Store
-from .store.uploader import TierStatus
 from .tiers import Tiers
 
 _logger = logging.getLogger("drivetrain")

@@ -16,9 +16,8 @@ from .store.access import check_access
 from .store.errors import CheckpointError
 from .store.identity import Identity
 from .store.reading import Checkpoint, DamagedError, complete_checkpoints, manifests
-from .store.remote import Remote, RemoteDirectory
+from .store.remote import Remote, RemoteDirectory, TierStatus, Uploader
 from .store.store import Store
-from .store.uploader import TierStatus, Uploader
 
 _logger = logging.getLogger("drivetrain")
 TIERS = "tiers.json"  # what the tiers of a directory hold, for `drivetrain ckpt ls`

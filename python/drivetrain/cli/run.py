@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from drivetrain import swap
-from drivetrain.cli import children, report
+from drivetrain.cli import children
 from drivetrain.planner import main_script
 from drivetrain.planner.main_script import load_script, set_first_path
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     spec = main_module.__spec__
     main = ["-m", spec.name] if spec else [str(Path(args.script).absolute())]
     children.follow_reruns(main, args.optim, ddp_defaults)
-    atexit.register(report.at_exit, args.optim, os.getpid())
+    atexit.register(children.at_exit, args.optim, os.getpid())
     _name_options_of_the_script(args)
     sys.argv = [args.script if main_module.__spec__ is None else str(main_module.__file__), *args.arguments]
     _become(main_module)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         exec(code, main_module.__dict__)
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            atexit.unregister(report.at_exit)  # the error stays the last thing on the screen
+            atexit.unregister(children.at_exit)  # the error stays the last thing on the screen
         if monitor is not None:
             monitor.fail(error)
         raise
@@ -67,7 +67,7 @@ def _name_options_of_the_script(args: argparse.Namespace) -> None:
     """Says which options of `run` stand after the script's name and are therefore the script's."""
     after = [word.partition("=")[0] for word in args.arguments]
     found = [name for name in ("--optim", "--ddp", "--with-monitor", "--monitor-to") if name in after]
-    if found and report.speaks_for_the_job():
+    if found and children.speaks_for_the_job():
         names = " and ".join(found)
         print(
             f"drivetrain run: passed {names} to {args.script}. For drivetrain, write it before the script.",

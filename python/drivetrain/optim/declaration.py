@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
-from torch import Tensor
 
 from .base import FusedOptimizer
 from .precision import StateBits
@@ -133,27 +132,11 @@ def _passing_on(cls: Any, rule: Rule) -> Callable[..., None]:
         if torchs_base(type(self)) is not torch.optim.Optimizer:
             FusedOptimizer.__init__(self, params, **hypers, **options)
             return
-        _check_arguments(**{name: hypers[name] for name in ("lr", "betas", "weight_decay", "eps") if name in hypers})
         FusedOptimizer.__init__(self, params, {**hypers, **rule.constants}, **options)
 
     ours: Any = constructor
     ours.__signature__ = declaration
     return constructor
-
-
-def _check_arguments(lr: float | Tensor, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:
-    """Raises ValueError, with torch's messages, for arguments out of range."""
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if not eps >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if not weight_decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
 def _add_options(cls: type) -> None:

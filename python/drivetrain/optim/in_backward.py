@@ -1,4 +1,4 @@
-"""What optimizers do inside of backward: step a parameter as soon as its gradient exists, or send its gradient away.
+"""Works for optimizers in backward: steps a parameter as soon as its gradient exists, or sends the gradient away.
 
 Steps on the CPU overlap with a GPU's work: gradients leave in backward, and values return in the next forward.
 """

@@ -1,5 +1,6 @@
 """Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ...ddp.accumulate import Window
 from ...ddp.logical_ranks import parts as logical
+from ...grad import main_grads
 from ...optim import precision
 from ...optim.sharded import pieces
 from ...optim.sharded.dtensors import from_local, is_dtensor, local_part
@@ -19,7 +21,6 @@ from ...wrapped import unwrapped
 from ..store.reading import Checkpoint
 from . import rng, shards
 from .encoding import Encoder, decode
-from .gradients import Gradients
 from .position import Position, Stateful
 from .saved_optimizer import ParameterOrder, check_maker, class_name, load_optimizer, parameter_names, plain_name
 from .shards import JSON
@@ -413,3 +414,81 @@ def _check_names(what: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -
         raise ValueError(f"{what} has no {missing[0]!r}, which is in the checkpoint ({len(missing)} such names)")
     if extra := sorted(ours.keys() - saved.keys()):
         raise ValueError(f"{what} has {extra[0]!r}, which is not in the checkpoint ({len(extra)} such names)")
+
+
+class Gradients:
+    """Follows which gradients of one optimizer were written since its last step.
+
+    Gradients that a step has used are of no further use, and most scripts let them stand until the next zero_grad().
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._used: list[tuple[weakref.ref[Tensor], int] | None] = []  # each gradient and its version after the step
+        self._handle: Any = None
+
+    def open(self) -> None:
+        self._handle = self._optimizer.register_step_post_hook(self._remember)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def state(self) -> list[Any]:
+        """Returns a list with an element per parameter: a collected gradient, the dtype of one of zeros, or None."""
+        params = self._params()
+        grads = [param.grad for param in params]
+        if all(grad is None for grad in grads):
+            return []
+        if all(grad is None or _is_zero(grad) for grad in grads):  # ends at the first that is not
+            return [None if grad is None else grad.dtype for grad in grads]
+        # Freed gradients count as used.
+        if len(self._used) == len(grads) and all(
+            grad is None or (used is not None and used[0]() is grad and used[1] == grad._version)
+            for grad, used in zip(grads, self._used, strict=True)
+        ):
+            return []
+        for kept, index in main_grads._kept_of(params):
+            if kept.native.residual(index) is not None:
+                raise NotImplementedError(
+                    "a checkpoint inside of an accumulation window cannot hold main gradients of 24 bits. Call "
+                    "Checkpointer.step() after the step of the optimizer only, or use main_grads(bits=32)"
+                )
+        return [None if grad is None else grad.detach() for grad in grads]
+
+    def check(self, state: list[Any]) -> None:
+        """Raises ValueError if the state is of other parameters."""
+        shapes = [tuple(param.shape) for param in self._params()]
+        saved = [tuple(grad.shape) if isinstance(grad, Tensor) else None for grad in state]
+        if state and (len(saved) != len(shapes) or any(s not in (None, t) for s, t in zip(saved, shapes, strict=True))):
+            raise ValueError("optimizer has other parameters than in the checkpoint, which holds their gradients")
+
+    def restore(self, state: list[Any]) -> None:
+        """Restores what `state` returned, on each parameter's device."""
+        for param, saved in zip(self._params(), state, strict=False):
+            if saved is None:
+                continue
+            if is_dtensor(saved) and not is_dtensor(param):  # DistributedDataParallel(shard="gradients")
+                param.grad = saved
+                continue
+            place = getattr(param, "main_grad", None)
+            is_tensor = isinstance(saved, Tensor)
+            if place is None:
+                place = torch.zeros_like(param, dtype=saved.dtype if is_tensor else saved)
+            with torch.no_grad():
+                place.copy_(saved) if is_tensor else place.zero_()
+            param.grad = place
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _remember(self, *_: Any) -> None:
+        grads = (param.grad for param in self._params())
+        self._used = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
+
+
+def _is_zero(grad: Tensor) -> bool:
+    if is_dtensor(grad):  # A look at the whole would communicate, and ranks must agree.
+        return False
+    return not bool((grad._values() if grad.is_sparse else grad).any())

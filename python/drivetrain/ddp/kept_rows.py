@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..optim.sharded import pieces
-from ..optim.sharded.dtensors import is_dtensor, local_part
+from ..optim.sharded.dtensors import is_dtensor, local_part, rows_of
 from .gather import weakly
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _keep(params: list[nn.Parameter], _: bool) -> None:
             piece = pieces.piece_of(param)
             if piece is None or param.grad is None:
                 continue
-            rows = piece.rows_of(param.grad)
+            own = piece.rows_of(param.grad)
             kept, piece.kept = piece.kept, None
-            kept = rows.clone() if kept is None else kept.add_(rows)
-            param.grad = piece.shown(kept)
+            kept = own.clone() if kept is None else kept.add_(own)
+            param.grad = rows_of(piece.distributed(kept))

@@ -157,15 +157,13 @@ class _Bucket(NamedTuple):
     Attributes:
         flat: Their memory, uint8.
         ranges: The range of bytes of each rank, for transports that gather in place.
-        own: This rank's bytes in it, one view per parameter.
-        others: Likewise for every rank, in order.
+        views: The bytes of every rank in it, one view per parameter.
         bytes: The most bytes that a rank has in it.
     """
 
     flat: Tensor
     ranges: _C.RankRanges
-    own: list[Tensor]
-    others: list[list[Tensor]]
+    views: list[list[Tensor]]
     bytes: int
 
 
@@ -175,14 +173,15 @@ class _GroupGather:
     def __init__(self, bucket: _Bucket, group: dist.ProcessGroup, rank: int) -> None:
         self._bucket, self._rank = bucket, rank
         self._sent = torch.zeros(bucket.bytes, dtype=torch.uint8)
-        torch.cat(bucket.own, out=self._sent[: sum(map(len, bucket.own))])
-        self._received = torch.empty(len(bucket.others), bucket.bytes, dtype=torch.uint8)
+        own = bucket.views[rank]
+        torch.cat(own, out=self._sent[: sum(map(len, own))])
+        self._received = torch.empty(len(bucket.views), bucket.bytes, dtype=torch.uint8)
         self._work: Any = dist.all_gather_into_tensor(self._received.view(-1), self._sent, group=group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
         targets, sources = [], []
-        for rank, theirs in enumerate(self._bucket.others):
+        for rank, theirs in enumerate(self._bucket.views):
             if rank == self._rank:
                 continue
             targets += theirs
@@ -296,17 +295,17 @@ class Sharding:
 
     def _lay_out(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Moves the parameters to buckets of the transport's memory, and divides them."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         plans: list[list[tuple[str, nn.Parameter, int]]] = []
-        end = _BUCKET_BYTES
+        sizes: list[int] = []
         for name, param in named:
-            if end >= _BUCKET_BYTES:
+            if not plans or sizes[-1] >= _BUCKET_BYTES:
                 plans.append([])
-                end = 0
-            plans[-1].append((name, param, end))
-            end += (param.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-        for plan in plans:
-            _, last, offset = plan[-1]
-            size = offset + (last.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+                sizes.append(0)
+            plans[-1].append((name, param, sizes[-1]))
+            sizes[-1] += -(-param.nbytes // _ALIGNMENT) * _ALIGNMENT
+        for plan, size in zip(plans, sizes, strict=True):
             if self._device.type == "cuda":  # torch's memory, as NCCL rounds each of its own allocations far up
                 flat = torch.zeros(max(size, _ALIGNMENT), dtype=torch.uint8, device=self._device)
             else:
@@ -317,40 +316,25 @@ class Sharding:
                 moved = _C.piece_of(flat, offset, param.shape, param.stride(), param.dtype)
                 moved.copy_(param.detach())
                 param.data = moved
-                self._divide(name, param, offset, ranges, views, flat)
+                own: Tensor = param.detach()
+                placement: Any = Replicate()
+                rows = (0, 0)
+                if param.ndim:
+                    row_bytes = param.nbytes // max(param.shape[0], 1)
+                    for rank in range(self._size):
+                        first, last = _rows(param, rank, self._size)
+                        if last > first:
+                            begin, end = offset + first * row_bytes, offset + last * row_bytes
+                            ranges.append((begin, end, [rank]))
+                            views[rank].append(flat[begin:end])
+                    placement, rows = Shard(0), _rows(param, self._rank, self._size)
+                    own = own[rows[0] : rows[1]]
+                form: Any = {"shape": param.shape, "stride": param.stride()}
+                part = DTensor.from_local(own, self._mesh, [placement], run_check=False, **form)
+                pieces.add(param, pieces.Piece(name, param, part, rows, self))
                 self._bucket_of[id(param)] = len(self._buckets)
             most = max(sum(map(len, theirs)) for theirs in views)
-            self._buckets.append(_Bucket(flat, _C.RankRanges(ranges), views[self._rank], views, most))
-
-    def _divide(
-        self,
-        name: str,
-        param: nn.Parameter,
-        offset: int,
-        ranges: list[_Range],
-        views: list[list[Tensor]],
-        flat: Tensor,
-    ) -> None:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        placement: Any = Replicate()
-        rows = (0, 0)
-        whole: Tensor = param.detach()
-        if param.ndim:
-            placement = Shard(0)
-            row_bytes = param.nbytes // max(param.shape[0], 1)
-            rows = _rows(param, self._rank, self._size)
-            for rank in range(self._size):
-                first, last = _rows(param, rank, self._size)
-                if last > first:
-                    begin, end = offset + first * row_bytes, offset + last * row_bytes
-                    ranges.append((begin, end, [rank]))
-                    views[rank].append(flat[begin:end])
-            whole = whole[rows[0] : rows[1]]
-        part = DTensor.from_local(
-            whole, self._mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
-        )
-        pieces.add(param, pieces.Piece(name, param, part, rows, self))
+            self._buckets.append(_Bucket(flat, _C.RankRanges(ranges), views, most))
 
 
 def _rows_of_state(of_sharding: "weakref.ref[Sharding]", request: Request) -> Tensor:

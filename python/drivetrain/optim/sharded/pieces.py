@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from ...ddp.sharding import Sharding
-    from .rows import Rows
 
 
 class Piece:
@@ -84,10 +83,6 @@ class Piece:
         """Returns a DTensor of the parameter's shape of which this rank has `local`, which it shares memory with."""
         return type(self.part)(local, self.part._spec, requires_grad=False)
 
-    def shown(self, local: Tensor) -> "Rows":
-        """Returns `distributed(local)` as rows that scripts use."""
-        return rows_of(self.distributed(local))
-
     def gradient(self, param: Tensor) -> Tensor | None:
         """Returns this rank's rows of the parameter's gradient."""
         grad = param.grad
@@ -127,11 +122,6 @@ class Piece:
             name: self.distributed(self.local_state(name, value)) if self._is_whole(name, value) else value
             for name, value in values.items()
         }
-
-    def distributed_state(self, name: str, value: Any) -> Any:
-        """Returns a state of the piece's shape as a DTensor; other values unchanged."""
-        is_local = isinstance(value, Tensor) and not is_dtensor(value) and value.shape == self.local.shape
-        return self.distributed(value) if is_local and name not in precision.SCALAR_NAMES else value
 
     def _is_whole(self, name: str, value: Any) -> bool:
         """Returns whether a state is a plain tensor with all rows, of which this rank keeps its own."""
@@ -360,9 +350,12 @@ def for_files(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
         piece = _pieces.get(param)
         if piece is None or key not in states:
             continue
-        states[key] = {name: piece.distributed_state(name, value) for name, value in states[key].items()}
-        for name, value in states[key].items() if piece.is_alive else ():
-            if is_dtensor(value):
+        states[key] = dict(states[key])
+        for name, value in states[key].items():
+            is_local = isinstance(value, Tensor) and not is_dtensor(value) and value.shape == piece.local.shape
+            if is_local and name not in precision.SCALAR_NAMES:
+                value = states[key][name] = piece.distributed(value)
+            if is_dtensor(value) and piece.is_alive:
                 rows = states[key][name] = rows_of(value)
                 rows.whole = functools.partial(_whole, weakref.ref(optimizer), weakref.ref(param), name, value)
     return {**state_dict, "state": states}

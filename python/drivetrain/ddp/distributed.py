@@ -208,7 +208,7 @@ class DistributedDataParallel(ReducesOverGroups):
             self._lazy_init_ran = True
             if init_sync:
                 _sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, 0, set())
-        self._sharding = sharding.of(self, shard, shard_group, overlaps=overlap_gather)
+        self._sharding = sharding.of(self, overlaps=overlap_gather)
         self._wrap_parts(parts, changed)
         self._logical = logical.begin(self, logical_ranks)
         parameter_names.remember(module)
@@ -371,21 +371,16 @@ class DistributedDataParallel(ReducesOverGroups):
                 caps = caps[:1] if self.bucket_bytes_cap_default else caps
         self._why_not_planned = why_not or obstacle_to_planning(self, parameters, expect_sparse_gradient)
         self.reducer = Reducer(
-            params=parameters,
-            names=names,
-            process_group=self.process_group,
+            self,
+            parameters,
+            names,
+            expect_sparse_gradient,
             is_connected=self.__dict__.pop("_connects_now", False),
-            transport=self._transport,
-            wire_dtype=self.__dict__.get("_wire_dtype"),
-            logical_ranks=self.__dict__.get("_logical_ranks"),
             bucket_caps=caps,
-            sparse=expect_sparse_gradient,
             find_unused_parameters=bool(self.find_unused_parameters),
             skip_unused_buckets=self.skip_all_reduce_unused_params,
             check_replicas_every=self.__dict__.get("_check_replicas_every", 0),
             frozen=[(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored],
-            modules=list(self.module.named_modules()),
-            report_hang_after=self.__dict__.get("_report_hang_after", hang_reports.DEFAULT_LIMIT_S),
             gradients_stay_views=bool(self.gradient_as_bucket_view),
             plan_from_measurement=not self._why_not_planned,
         )

@@ -16,7 +16,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from ..processes import this_process
 from ..threads import Thread, settle_on_device
 from . import nccl_ras
 from .control_block import RankRecord, control_block_of, forget_connections, wait_for_questions
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
 
 VARIABLE = "DRIVETRAIN_REPORT_HANG_AFTER"
 DEFAULT_LIMIT_S = 8.0
@@ -87,42 +91,25 @@ class HangReporter:
 
     The reducer owns it and it does not know the reducer, so that both end when the wrapper does.
 
-    Args:
+    Attributes:
         progress: Progress that the reducer publishes.
-        group: The process group to reduce over.
-        modules: All modules with their names, for messages.
-        limit_s: Seconds after which a wait is reported.
-        wrapper: Names the wrapper in messages of processes that have several.
-        device: A device whose streams wait for other ranks while the host goes on. None: the host itself waits.
-        comm: The reducer's transport.
-        thread: The thread that trains, which is usually the one that builds the model.
     """
 
-    def __init__(
-        self,
-        progress: _C.Progress,
-        group: dist.ProcessGroup,
-        modules: Sequence[tuple[str, nn.Module]],
-        limit_s: float,
-        wrapper: str,
-        device: torch.device | None,
-        comm: _C.Comm,
-        thread: int,
-    ) -> None:
-        self._wrapper = wrapper
-        self.progress = progress
-        self._limit_s = limit_s
-        self._block = control_block_of(group, self.beat_s)
-        self._group = weakref.ref(group)
-        self._device = device
-        self._comm = weakref.ref(comm)  # its last owner waits for its end, which the watchdog must not
-        self._thread = thread
-        self._modules: _Modules = {id(module): (weakref.ref(module), name) for name, module in modules}
+    def __init__(self, reducer: "Reducer") -> None:
+        self._wrapper, self._thread = reducer.title, reducer.thread
+        self.progress: _C.Progress = reducer.progress()
+        self._limit_s = reducer.report_hang_after
+        self._block = control_block_of(reducer.process_group, self.beat_s)
+        self._group = weakref.ref(reducer.process_group)
+        # Its streams wait for other ranks while the host goes on. On the CPU a collective with an ended rank fails.
+        self._device = device if (device := reducer.params[0].device).type != "cpu" else None
+        self._comm = weakref.ref(reducer.comm)  # its last owner waits for its end, which the watchdog must not
+        self._modules: _Modules = {id(module): (weakref.ref(module), name) for name, module in reducer.modules}
         self._beats = 0
         self._has_failed = False
         self._wait: _Wait | None = None
         self._waited_s = self._longest_s = 0.0  # of this wait as last seen, and of those that ended
-        self._next_report_s = limit_s
+        self._next_report_s = self._limit_s
         self._listening_since = 0.0
         _watch(self)
 

@@ -1,7 +1,7 @@
 """Keeps this rank's rows of reduced gradients, and adds up rows of several backwards, weighted or not."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +39,14 @@ class KeptRows:
     On CUDA the host waits for no device. An error that only the device can find is raised in a later backward.
 
     Args:
-        params: The reduced parameters, each with a piece.
-        reducer: Their reducer.
-        process_group: The ranks that reduce.
+        reducer: The reducer. Each of its parameters has a piece.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], reducer: "Reducer", process_group: dist.ProcessGroup) -> None:
+    def __init__(self, reducer: "Reducer") -> None:
+        params = reducer.params
         self._params = [weakref.ref(param) for param in params]
         self._reducer = weakref.ref(reducer)
-        self._process_group = process_group
+        self._process_group = reducer.process_group
         self._device = params[0].device
         # The weight of the kept sums, over ranks; float64 [1] on CUDA. None: no weight counts the kept rows.
         self._weight: float | Tensor | None = None

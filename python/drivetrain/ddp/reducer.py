@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from .. import _C
 from . import transport as transports
 from .consistency import title_of
 from .gather import is_foreign, weakly
-from .hang_reports import HangReporter, waiting
+from .hang_reports import DEFAULT_LIMIT_S, HangReporter, waiting
 from .tag_board import show_collectives, show_connection
+
+if TYPE_CHECKING:
+    from .distributed import DistributedDataParallel
 
 # Numbers this process's wrappers from 1. Ranks that wrap the same models in the same order give the same numbers.
 _wrappers = itertools.count(1)
@@ -59,63 +62,50 @@ class Reducer(_C.Reducer):
     """Takes the place of a `dist.Reducer` in torch's wrapper; csrc/ddp/reducer.h describes it.
 
     Args:
+        wrapper: Gives its process group, modules and options; copies from older versions lack some. It is not kept.
         params: The parameters that require a gradient, in registration order.
         names: Their names, for messages.
-        process_group: The ranks to reduce over.
+        sparse: Per parameter, True if its gradients are sparse.
         is_connected: Communicates now, to make the transport that carries gradients between them. False: it does so
             when the first gradient comes that is to be reduced.
-        transport: The requested transport.
-        wire_dtype: Likewise.
-        logical_ranks: Likewise.
-        sparse: Per parameter, True if its gradients are sparse.
-        modules: All modules with their names, for messages.
-        report_hang_after: Seconds after which a wait for other ranks is reported; 0: never.
         **options: Further options of the native reducer; csrc/ddp/reducer_state.h describes them.
     """
 
     def __init__(
         self,
-        *,
+        wrapper: DistributedDataParallel,
         params: Sequence[nn.Parameter],
         names: Sequence[str],
-        process_group: dist.ProcessGroup,
-        is_connected: bool,
-        transport: str,
-        wire_dtype: torch.dtype | None,
-        logical_ranks: int | None,
         sparse: Sequence[bool],
-        modules: Sequence[tuple[str, nn.Module]],
-        report_hang_after: float,
+        *,
+        is_connected: bool,
         **options: Any,
     ) -> None:
         # Ranks do not make the others together, so that these have no number.
         number = f" {next(_wrappers)}" if is_connected else ""
-        self._wrapper = f"DistributedDataParallel{number} ({title_of(modules[0][1])})"
-        self._params = params
-        self._names = names
-        self.sparse = sparse
-        self._process_group = process_group
-        self._transport = transport
-        self._wire_dtype = wire_dtype
-        self._logical_ranks = logical_ranks
-        options["logical_ranks"] = logical_ranks or 0
+        self.title = f"DistributedDataParallel{number} ({title_of(wrapper.module)})"
+        self.params, self._names, self.sparse = params, names, sparse
+        self.process_group, self.modules = wrapper.process_group, list(wrapper.module.named_modules())
+        asked = wrapper.__dict__
+        self.report_hang_after: float = asked.get("_report_hang_after", DEFAULT_LIMIT_S)
+        self._transport, self._wire_dtype = wrapper._transport, asked.get("_wire_dtype")
+        self._logical_ranks = asked.get("_logical_ranks")
         if is_connected:
-            self.comm = self._make_comm()
+            self.comm: _C.Comm = self._make_comm()
         else:
-            self.comm = transports.unconnected_comm(process_group, params[0].device, wire_dtype)
-        super().__init__(params=params, names=names, comm=self.comm, sparse=sparse, wrapper=self._wrapper, **options)
+            self.comm = transports.unconnected_comm(self.process_group, params[0].device, self._wire_dtype)
+        options |= {"logical_ranks": self._logical_ranks or 0, "wrapper": self.title}
+        super().__init__(params=params, names=names, comm=self.comm, sparse=sparse, **options)
         self.set_are_held(lambda tensors: _are_held(tensors, params))
         self._rebuilding_is_known = False
         self._has_warned = False  # of steps between backward passes
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
         _reducers.add(self)
-        self.is_sharded = False  # states or gradients are divided among the ranks
+        self.is_sharded: bool = False  # states or gradients are divided among the ranks
         self._on_reduced: list[Callable[[list[nn.Parameter], bool], None]] = []
-        self._modules = modules
-        self._report_hang_after = report_hang_after
         self._is_connected = is_connected
-        self._thread = threading.get_ident()
+        self.thread: int = threading.get_ident()  # which trains usually, as it builds the model
         self.hang_reporter: HangReporter | None = None
         if is_connected:
             self._report_hangs()
@@ -145,16 +135,16 @@ class Reducer(_C.Reducer):
     def tell(self, indices: list[int], is_last: bool) -> None:
         """Passes a reduced bucket on to all that were added."""
         for call in self._on_reduced:
-            call([self._params[index] for index in indices], is_last)
+            call([self.params[index] for index in indices], is_last)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the reduced parameters with their names."""
-        return list(zip(self._names, self._params, strict=True))
+        return list(zip(self._names, self.params, strict=True))
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[str]:
         """Ends a forward whose backward will synchronize. Returns parameters unfrozen since, of which it warns."""
         unfrozen = super().prepare_for_backward(outputs)
-        if unfrozen and dist.get_world_size(self._process_group) > 1:
+        if unfrozen and dist.get_world_size(self.process_group) > 1:
             warnings.warn(
                 f"drivetrain: {', '.join(map(repr, unfrozen))} required no gradient when DistributedDataParallel "
                 "wrapped the module, and does now. As under torch, each rank keeps its own gradient of it, so that the "
@@ -166,13 +156,13 @@ class Reducer(_C.Reducer):
 
     def warn_of_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warns once of an optimizer that steps parameters of this reducer whose gradients are not all reduced."""
-        own = {id(param) for param in self._params}
+        own = {id(param) for param in self.params}
         if self._has_warned or not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             return
         self._has_warned = True
         warnings.warn(
             f"drivetrain: {type(optimizer).__name__} steps between two backward passes of one forward pass of "
-            f"{self._wrapper}. Some of its gradients are means over ranks by now, and others are this rank's share of "
+            f"{self.title}. Some of its gradients are means over ranks by now, and others are this rank's share of "
             "them, so that replicas will differ. Under torch they are all this rank's own. Step after the last "
             "backward pass, or use a wrapper for each part of the model that steps by itself.",
             RuntimeWarning,
@@ -182,10 +172,10 @@ class Reducer(_C.Reducer):
     def _connect(self) -> str:
         """Connects a wrapper in its first backward. Returns "", or why this has failed. Every rank must call it."""
         try:
-            show_connection(self._process_group, self._params[0].device)
+            show_connection(self.process_group, self.params[0].device)
             self._change_comm()
             self._is_connected = True
-            transports.warn_of_fallback(self.comm, self._process_group)
+            transports.warn_of_fallback(self.comm, self.process_group)
         except Exception as error:
             return (
                 "drivetrain: a copied or loaded DistributedDataParallel, or one with init_sync=False, first "
@@ -195,7 +185,7 @@ class Reducer(_C.Reducer):
         return ""
 
     def _make_comm(self) -> _C.Comm:
-        group, device = self._process_group, self._params[0].device
+        group, device = self.process_group, self.params[0].device
         comm = transports.make_comm(self._transport, group, device, self._wire_dtype, self._logical_ranks)
         show_collectives(comm, group, device)
         return comm
@@ -208,19 +198,9 @@ class Reducer(_C.Reducer):
 
     def _report_hangs(self) -> None:
         self.hang_reporter = None
-        group = self._process_group
-        if self._report_hang_after > 0 and group.size() > 1 and not is_foreign(group):
-            device = self._params[0].device
-            self.hang_reporter = HangReporter(
-                self.progress(),
-                group,
-                self._modules,
-                self._report_hang_after,
-                self._wrapper,
-                device if device.type != "cpu" else None,  # on the CPU a collective with an ended rank fails by itself
-                self.comm,
-                self._thread,
-            )
+        group = self.process_group
+        if self.report_hang_after > 0 and group.size() > 1 and not is_foreign(group):
+            self.hang_reporter = HangReporter(self)
         self.set_ended_ranks(self.hang_reporter.ended_ranks if self.hang_reporter else str)
 
     def _rebuild_buckets(self) -> bool:
@@ -234,7 +214,7 @@ class Reducer(_C.Reducer):
                 "DistributedDataParallel with shard= cannot change its process group: the new ranks have no states. "
                 "Save a checkpoint, and construct a new wrapper."
             )
-        self._process_group = process_group
+        self.process_group = process_group
         if self._is_connected:
             self._change_comm()
 
@@ -252,7 +232,7 @@ class Reducer(_C.Reducer):
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
         """Sums a `dist.GradBucket` over ranks."""
-        work = dist.all_reduce(bucket.buffer(), group=self._process_group, async_op=True)
+        work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
         assert work is not None
         return work.get_future()
 

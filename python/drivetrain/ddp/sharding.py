@@ -107,7 +107,7 @@ def weighted(wrapper: Any, weight: float) -> Iterator[None]:
         sharding.rows.divide(weight)
 
 
-def of(wrapper: Any, shard: str | None, shard_group: Any, *, overlaps: bool) -> "Sharding | None":
+def of(wrapper: Any, *, overlaps: bool) -> "Sharding | None":
     """Returns what divides the states of a new wrapper's parameters; None without `shard`, or on one rank.
 
     Raises:
@@ -115,6 +115,7 @@ def of(wrapper: Any, shard: str | None, shard_group: Any, *, overlaps: bool) -> 
         ValueError: This rank is not in `shard_group`, or that has ranks outside of the wrapper's group. Also if it has
             one rank here and several elsewhere, with "gradients".
     """
+    shard, shard_group = wrapper._shard, wrapper._shard_group
     if shard is not None and (is_foreign(wrapper.process_group) or is_foreign(shard_group)):
         raise NotImplementedError(
             "shard= is for process groups of torch.distributed, and this one is a script's own: leave shard= out."
@@ -148,7 +149,7 @@ def of(wrapper: Any, shard: str | None, shard_group: Any, *, overlaps: bool) -> 
                 f"parameter {name!r} gets sparse gradients, which shard= does not support: construct its layer with "
                 "sparse=False, or leave shard= out."
             )
-    return Sharding(shard, wrapper, shard_group, places, overlaps)
+    return Sharding(wrapper, places, overlaps)
 
 
 class _Bucket(NamedTuple):
@@ -200,9 +201,7 @@ class Sharding:
     sees.
 
     Args:
-        shard: "optimizer" or "gradients".
         wrapper: The DistributedDataParallel, with its reducer. Its parameters get other memory.
-        shard_group: The ranks that share states; None takes the wrapper's process group.
         places: For every rank of the wrapper, its number in the group that shares states, and this group's size.
         overlaps: Uses of the module await gathers; False: they end in `step()`.
 
@@ -217,14 +216,7 @@ class Sharding:
             parameters are on several devices, or on one for which the group has another backend than NCCL.
     """
 
-    def __init__(
-        self,
-        shard: str,
-        wrapper: Any,
-        shard_group: dist.ProcessGroup | None,
-        places: Sequence[tuple[int, int]],
-        overlaps: bool,
-    ) -> None:
+    def __init__(self, wrapper: Any, places: Sequence[tuple[int, int]], overlaps: bool) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         from ..optim.sharded.rows import refuse_files
@@ -233,39 +225,40 @@ class Sharding:
         named = reducer.named_parameters()
         for name, param in named:
             _check_param(name, param)
-        group = shard_group or wrapper.process_group
+        group = wrapper._shard_group or wrapper.process_group
         self._device = named[0][1].device
         _check_devices(named, group)
         self._group = group
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._comm = reducer.comm
-        if shard_group is not None:
-            self._comm = transports.make_comm(wrapper._transport, shard_group, self._device)
+        if wrapper._shard_group is not None:
+            self._comm = transports.make_comm(wrapper._transport, group, self._device)
         self._mesh = DeviceMesh.from_group(group, self._device.type)
         refuse_files(self._mesh)
         self._params = [param for _, param in named]
-        self.place_of = {id(param): place for place, param in enumerate(self._params)}
+        self.place_of: dict[int, int] = {id(param): place for place, param in enumerate(self._params)}
         # Logical ranks need norms with equal bits on any number of ranks.
         self.has_whole_norms = wrapper._logical_ranks is not None
-        self.steps = Steps()
-        self.states = StateServer(group, self._device, self.steps, functools.partial(_rows_of_state, weakref.ref(self)))
+        self.steps: Steps = Steps()
+        read = functools.partial(_rows_of_state, weakref.ref(self))
+        self.states: StateServer = StateServer(group, self._device, self.steps, read)
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[_Bucket] = []
         self._lay_out(named)
-        self.gathers = Gathers(self._bucket_of)
+        self.gathers: Gathers = Gathers(self._bucket_of)
         self._overlaps = overlaps
         if overlaps:
             ends = watch(wrapper.module, self.gathers)
             self._finish = weakref.finalize(self, finish, self.gathers, ends)
         reducer.is_sharded = True
         self.rows: KeptRows | None = None
-        if shard == "gradients":
+        if wrapper._shard == "gradients":
             main_grads.leave_to_rows(self._params)
             reducer.set_kept([_owners(param, places) for param in self._params])
             has_copies = any(places.count(place) > 1 for place in places)
             if has_copies and reducer.comm.name == "torch" and self._device.type == "cpu":
                 reducer.comm.set_returning(transports.twin_of(wrapper.process_group, "return").group_name)
-            self.rows = KeptRows(self._params, reducer, wrapper.process_group)
+            self.rows = KeptRows(reducer)
 
     def __reduce__(self) -> Any:
         raise TypeError("DistributedDataParallel(shard=...) cannot be copied or pickled: copy its `module`.")

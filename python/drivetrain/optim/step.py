@@ -56,9 +56,7 @@ def _step_natively(engine: Engine, overflow_flag: Tensor | None) -> None:
     if options.statistics:
         check_devices(engine)
     if (of_devices := twins.begin(engine)) is not None:
-        overlapped = kept.overlapped
-        bucket_of, due = ({}, None) if overlapped is None else (overlapped.bucket_of, overlapped.due)
-        result = of_devices.step(engine, options, bucket_of, due)
+        result = of_devices.step(engine, options)
         _zero_gradients(engine)
     else:
         result = _step_on_its_device(engine, kept.reader, options)

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from .native_step import step_groups
 from .rule import Group
 from .sharded import over_groups, pieces
 from .sharded.dtensors import is_dtensor, set_gradient
-from .sharded.gathers import Gathers
 from .sharded.step import sums_of_whole_squares
 
 _POOL = (1 << 60, 1 << 20)  # bytes: no limit, and the size of the smallest slab
@@ -187,17 +186,9 @@ class Twins:
 
         return changed
 
-    def step(
-        self, engine: Engine, options: _C.StepOptions, bucket_of: Mapping[int, int], due: Gathers | None
-    ) -> _C.StepResult:
-        """Steps the parameters that have a gradient, and leaves buckets to their first use.
-
-        Args:
-            engine: The optimizer.
-            options: The step's options.
-            bucket_of: The buckets of parameters, by id.
-            due: Receives a chunk for each bucket.
-        """
+    def step(self, engine: Engine, options: _C.StepOptions) -> _C.StepResult:
+        """Steps the parameters that have a gradient, and leaves overlapped buckets to their first use."""
+        overlapped = engine.kept.overlapped
         params = set(engine.params())
         self._twins = {param: twin for param, twin in self._twins.items() if param in params}
         changed = self.begin_comparison(param for param in engine.params() if param.grad is not None)
@@ -217,7 +208,7 @@ class Twins:
                     there[param] = self.of(param, with_gradient=True)
                 names = group.get("param_names")
                 every.append((index, names[place] if names else f"param_groups[{index}] {place}", param))
-                buckets[bucket_of.get(id(param), _NOW)].append(every[-1])
+                buckets[_NOW if overlapped is None else overlapped.bucket_of.get(id(param), _NOW)].append(every[-1])
 
         def receive(params: Iterable[Tensor]) -> None:
             for param in params:
@@ -262,9 +253,11 @@ class Twins:
             if result.skipped:
                 for twin in twins:
                     twin.end_step()
-            elif due is not None and bucket != _NOW:
+            elif overlapped is not None and bucket != _NOW:
                 at_step = {param: state[param] for _, _, param in places}
-                due.begin(bucket, functools.partial(Chunk, twins, functools.partial(run, bucket, places, at_step)))
+                overlapped.due.begin(
+                    bucket, functools.partial(Chunk, twins, functools.partial(run, bucket, places, at_step))
+                )
             else:
                 send_values(twins)
         return result

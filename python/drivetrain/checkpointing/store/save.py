@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from .errors import CheckpointError
 from .layout import encode_header
 from .manifest import JSON
 from .reading import Checkpoint
+
+if TYPE_CHECKING:
+    from .store import Store
 
 LONGEST_WAIT_S = 600.0
 _RELEASE_S = 5.0  # a write that takes longer keeps the memory, and the next save says so
@@ -40,19 +44,16 @@ class Save:
 
     def __init__(
         self,
+        store: Store,
         step: int,
         tensors: Mapping[str, Tensor],
         state: JSON,
-        *,
-        is_encrypted: bool,
         ready: Callable[[float], None] | None,
-        open_checkpoint: Callable[[Path], Checkpoint],
-        progress: Callable[[], str],
     ) -> None:
         self.step = step
         self.write_s: float | None = None
         self._began = time.monotonic()
-        self._state, self._is_encrypted = state, is_encrypted
+        self._store, self._state = store, state
         self._header, self._tensors = encode_header(tensors)  # in the order of their data, until they are copied
         self.nbytes = len(self._header) + sum(tensor.nbytes for tensor in self._tensors)
         self._snapshot: Snapshot | None = None
@@ -62,7 +63,6 @@ class Save:
         self._path: Path | None = None
         self._checkpoint: Checkpoint | None = None
         self._ready = ready  # waits until the tensors have their values
-        self._open, self._progress = open_checkpoint, progress
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self.done() else "in progress"
@@ -89,7 +89,7 @@ class Save:
         if not began:
             raise CheckpointError(
                 f"step {self.step} was not copied within {timeout:g} s: an earlier save still holds the memory, "
-                f"or the machine is overloaded{self._progress()}. Save less often, or raise `timeout`."
+                f"or the machine is overloaded{self._store._progress()}. Save less often, or raise `timeout`."
             )
 
     def done(self) -> bool:
@@ -111,20 +111,22 @@ class Save:
         """
         if not self._ended.wait(timeout):
             raise CheckpointError(
-                f"step {self.step} was not saved within {timeout:g} s: it is still being written{self._progress()}"
+                f"step {self.step} was not saved within {timeout:g} s: it is still being written"
+                f"{self._store._progress()}"
             )
         if self._error is not None:
             raise self._error
         assert self._path is not None
         if self._checkpoint is None:
-            self._checkpoint = self._open(self._path)
+            self._checkpoint = Checkpoint(self._path, self._store._encryption, self._store._audit)
         return self._checkpoint
 
     # The store calls the rest.
 
     def _begin_copy(self, slab: Slab) -> None:
+        encrypts = self._store._encryption is not None
         try:
-            self._snapshot = Snapshot(slab, self._header, self._tensors, replaces_chunks=self._is_encrypted)
+            self._snapshot = Snapshot(slab, self._header, self._tensors, replaces_chunks=encrypts)
         except (MemoryError, OSError, RuntimeError) as error:
             self._error = error
         self._tensors = []  # the snapshot keeps each tensor until it is copied

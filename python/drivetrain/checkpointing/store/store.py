@@ -169,15 +169,7 @@ class Store:
             if step < 0:
                 raise ValueError(f"step is {step}, expected at least 0")
             check_tensors(tensors)
-            save = Save(
-                step,
-                tensors,
-                copy_json(state),
-                is_encrypted=self._encryption is not None,
-                ready=ready,
-                open_checkpoint=lambda path: Checkpoint(path, self._encryption, self._audit),
-                progress=self._progress,
-            )
+            save = Save(self, step, tensors, copy_json(state), ready)
         except (TypeError, ValueError) as error:
             self._writer.refuse(index, step, CheckpointError(str(error)))
             raise

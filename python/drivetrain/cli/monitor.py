@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..monitor import Summary
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the tables. Returns 0, or 2 if a file is wrong."""
+    from ..monitor import read_events, summarize
     from ..monitor.summary import compare, names_of
 
     try:
-        summaries = [_summary_of(file, name) for file, name in zip(args.files, names_of(args.files), strict=True)]
+        summaries = []
+        for file, name in zip(args.files, names_of(args.files), strict=True):
+            if not (events := read_events(file)):
+                raise ValueError(f"{file} has no event yet: no monitor has written to it")
+            summaries.append(summarize(events, name=name))
     except (OSError, ValueError) as error:
         print(f"drivetrain monitor: {error}", file=sys.stderr)
         return 2
@@ -24,12 +24,3 @@ def run(args: argparse.Namespace) -> int:
     if len(summaries) > 1:
         print(f"\n{compare(summaries)}")
     return 0
-
-
-def _summary_of(file: Path, name: str) -> Summary:
-    from ..monitor import read_events, summarize
-
-    events = read_events(file)
-    if not events:
-        raise ValueError(f"{file} has no event yet: no monitor has written to it")
-    return summarize(events, name=name)

@@ -12,9 +12,9 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from drivetrain.cli.finding import Finding, fail, not_applicable, passed, warn
@@ -67,30 +67,25 @@ class Probe:
     lost: float = 0.0
 
 
-class Listener:
-    """Listens for the other ranks on a free port, while the `with` block runs."""
+@contextmanager
+def listening(master_addr: str) -> Iterator[Address]:
+    """Listens for the other ranks on a free port while the `with` block runs, and gives it the address."""
+    mine = address_towards(master_addr)
+    interface = next((name for name, address in interface_addresses() if address == mine), "")
+    with listen(0) as listener:
+        threading.Thread(target=_serve, args=(listener,), daemon=True).start()
+        try:
+            yield Address(socket.gethostname(), advertised_address(), listener.getsockname()[1], interface)
+        finally:
+            with suppress(OSError):  # where the thread has not waited yet
+                listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, which closing would not
 
-    def __init__(self, master_addr: str) -> None:
-        self._socket = listen(0)
-        mine = address_towards(master_addr)
-        interface = next((name for name, address in interface_addresses() if address == mine), "")
-        port = self._socket.getsockname()[1]
-        self.address = Address(socket.gethostname(), advertised_address(), port, interface)
 
-    def __enter__(self) -> Listener:
-        threading.Thread(target=self._serve, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # where the thread has not waited yet
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, which closing would not
-        self._socket.close()
-
-    def _serve(self) -> None:
-        with suppress(OSError):  # the block has ended
-            while True:
-                connection, _ = self._socket.accept()
-                threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+def _serve(listener: socket.socket) -> None:
+    with suppress(OSError):  # the block has ended
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
 
 
 def _answer(connection: socket.socket) -> None:

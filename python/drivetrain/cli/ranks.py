@@ -65,14 +65,14 @@ class Meeting:
             All findings that this rank knows.
         """
         rank = self._launch.rank
-        with network.Listener(self._launch.master_addr) as listener:
+        with network.listening(self._launch.master_addr) as address:
             card = {
                 "host": socket.gethostname(),
                 "process": os.getpid(),
                 "versions": dict(versions),
                 "flops_per_s": speed.flops_per_s(),
                 "gpu": speed.own_gpu(),
-                "address": asdict(listener.address),
+                "address": asdict(address),
                 "wrong": [asdict(finding) for finding in own if finding.status in ("FAIL", "WARN")],
             }
             try:

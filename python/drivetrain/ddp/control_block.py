@@ -101,7 +101,9 @@ class ControlBlock:
             store.set(self._key + str(self.rank), json.dumps(record))
             if self._arrival == 0:
                 self._arrival = self._arrive(store)
-            if not self._makes_summary() or len(self._on_host) == len(self.ranks):
+            earlier = [self.last[rank] for rank in self._on_host[: self._arrival - 1]]
+            have_ended = all(one and has_ended(one["process"]) for one in earlier) and len(earlier) == self._arrival - 1
+            if not have_ended or len(self._on_host) == len(self.ranks):
                 return []
             records = self._records(store, self._find_ranks(store))
             store.set(self._summary_of(self._host), json.dumps({rank: status_of(one) for rank, one in records}))
@@ -172,12 +174,6 @@ class ControlBlock:
     def _is_new(self, rank: int, status: Status) -> bool:
         seen = self.seen[rank]
         return seen is None or status.beat > seen.beat or (status.has_ended and not seen.has_ended)
-
-    def _makes_summary(self) -> bool:
-        """Returns True if every rank that arrived on this host before has ended."""
-        earlier = self._on_host[: self._arrival - 1]
-        records = [self.last[rank] for rank in earlier]
-        return len(earlier) == self._arrival - 1 and all(one and has_ended(one["process"]) for one in records)
 
     # ---- Keys of the store.
 

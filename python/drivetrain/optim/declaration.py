@@ -89,10 +89,18 @@ def follows(rule: Rule) -> Callable[[Class], Class]:
     def describe(cls: Class) -> Class:
         rules[cls] = rule
         ours: Any = cls
-        if not ours.__init__.__code__.co_names:  # a declaration, whose body is `...`
-            ours.__init__ = _passing_on(cls, rule)
-        _add_options(cls)
-        own_step, torchs = ours.step, torchs_base(cls)
+        declared, torchs = ours.__init__, torchs_base(cls)
+        is_declaration = not declared.__code__.co_names  # its body is `...`
+        source = torchs.__init__ if is_declaration and torchs is not torch.optim.Optimizer else declared
+        arguments = inspect.signature(source, eval_str=True).parameters.values()
+        signature = inspect.Signature([each for each in arguments if each.kind is not each.VAR_KEYWORD] + _OPTIONS)
+        if is_declaration:
+            ours.__init__ = _passing_on(declared, signature, rule)
+        annotations = {each.name: each.annotation for each in [*signature.parameters.values()][1:]}
+        ours.__init__.__signature__, ours.__init__.__annotations__ = signature, annotations | {"return": None}
+        if cls.__doc__ is not None:  # python -OO
+            cls.__doc__ = _documented(cls.__doc__, cls, [*annotations])
+        own_step = ours.step
 
         @functools.wraps(own_step)
         def step(self: Any, closure: Any = None) -> Any:
@@ -110,45 +118,25 @@ def check_names(constructor: Callable[..., None], options: Mapping[str, object])
         raise TypeError(f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}")
 
 
-def _passing_on(cls: Any, rule: Rule) -> Callable[..., None]:
-    declared, torchs = cls.__init__, torchs_base(cls)
-    declaration = inspect.signature(declared)
-    if torchs is not torch.optim.Optimizer:
-        arguments = [*inspect.signature(torchs.__init__, eval_str=True).parameters.values()]
-        declaration = declaration.replace(parameters=[*arguments, declaration.parameters["options"]])
-
+def _passing_on(declared: Callable[..., None], signature: inspect.Signature, rule: Rule) -> Callable[..., None]:
     @functools.wraps(declared)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            bound = declaration.bind(self, *args, **kwargs)
+            bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{declared.__qualname__}() {error}") from None
         bound.apply_defaults()
         hypers = dict(bound.arguments)
         del hypers["self"]
-        params, options = hypers.pop("params"), hypers.pop("options")
-        check_names(declared, options)
+        params = hypers.pop("params")
         # Past the constructor of a base with a rule of its own, as Adam's below AdamW.
         if torchs_base(type(self)) is not torch.optim.Optimizer:
-            FusedOptimizer.__init__(self, params, **hypers, **options)
+            FusedOptimizer.__init__(self, params, **hypers)
             return
+        options = {name: hypers.pop(name) for name in StepOptions.__annotations__}
         FusedOptimizer.__init__(self, params, {**hypers, **rule.constants}, **options)
 
-    ours: Any = constructor
-    ours.__signature__ = declaration
     return constructor
-
-
-def _add_options(cls: type) -> None:
-    """Adds the options to the signature of a class's constructor, and all common arguments to its docstring."""
-    init: Any = cls.__init__  # type: ignore[misc]
-    signature = inspect.signature(init)
-    parameters = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    parameters += _OPTIONS
-    init.__signature__ = signature.replace(parameters=parameters)
-    init.__annotations__ = {each.name: each.annotation for each in parameters[1:]} | {"return": None}
-    if cls.__doc__ is not None:  # python -OO
-        cls.__doc__ = _documented(cls.__doc__, cls, [each.name for each in parameters[1:]])
 
 
 def _documented(text: str, cls: type, names: list[str]) -> str:

@@ -133,7 +133,10 @@ def _step_plain(
             f"drivetrain.optim.{engine.class_name}: {label} has no state yet, and every replay of a CUDA graph "
             "would create it again: call step() once before the capture."
         )
-    before = [_before(param, state.get(param, {})) for param, _, _ in result.missing]
+    before = []  # the values of parameters that a conversion of their states may round, and the entries of all states
+    for param, _, _ in result.missing:
+        is_rounded = any(name in state.get(param, {}) for name in precision.EXTRA_NAMES)
+        before.append((param, param.detach().clone() if is_rounded else None, dict(state.get(param, {}))))
     fresh: list[Tensor] = []
     skipped = True
     try:
@@ -148,12 +151,6 @@ def _step_plain(
                 _take_back(state, param, values, entries)
     assert not result.missing, "the step still lacks states after they were created"
     return result, not skipped
-
-
-def _before(param: Tensor, entries: dict[str, Any]) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Returns a parameter, its values if a conversion of its state may round it, and the entries of its state."""
-    is_rounded = any(name in entries for name in precision.EXTRA_NAMES)
-    return param, param.detach().clone() if is_rounded else None, dict(entries)
 
 
 def _take_back(states: dict[Tensor, Any], param: Tensor, values: Tensor | None, entries: dict[str, Any]) -> None:

@@ -217,12 +217,6 @@ def own_state(optimizer: Any) -> dict[str, Any]:
     return {"state": states, "param_groups": whole["param_groups"]}
 
 
-def zero_numbers(optimizer: Any) -> set[int]:
-    """Returns the numbers of the parameters whose states this rank has."""
-    groups = optimizer.optim.param_groups
-    return {optimizer._param_to_index[param] for group in groups for param in group["params"]}
-
-
 def load_own(optimizer: Any, saved: dict[str, Any], load: Callable[[Any, dict[str, Any]], None]) -> None:
     """Loads what `own_state` returned, or any state dict of all parameters, with `load` for the local optimizer."""
     if not is_zero(optimizer):

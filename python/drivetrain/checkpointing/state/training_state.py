@@ -218,10 +218,11 @@ class TrainingState:
         self._match_parameters(state)
 
         def numbers(index: int) -> set[int] | None:
-            optimizer = self.optimizers[index] if index < len(self.optimizers) else None
+            optimizer: Any = self.optimizers[index] if index < len(self.optimizers) else None
             if not shards.is_zero(optimizer):
                 return None
-            return {self._orders[index].saved(number) for number in shards.zero_numbers(optimizer)}
+            own = (param for group in optimizer.optim.param_groups for param in group["params"])
+            return {self._orders[index].saved(optimizer._param_to_index[param]) for param in own}
 
         return shards.merged(checkpoint, state, numbers)
 

@@ -275,6 +275,7 @@ RANK = """
 STOPPED = """
     for step in range(4):
         if step == 3 and rank == int(os.environ["STOPPED"]):
+            time.sleep(0.3)  # until its thread has published
             os.kill(os.getpid(), signal.SIGSTOP)
         model(torch.randn(4, 64)).sum().backward()
 """

@@ -179,7 +179,7 @@ def _serve(
             connection, _ = listener.accept()
         except OSError:
             return  # closed
-        with connection, contextlib.suppress(OSError, ValueError):  # a stranger's connection, or one that broke
+        with connection, contextlib.suppress(OSError, ValueError), io.BytesIO() as file:  # a stranger's, or it broke
             connection.settimeout(10)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             connection.sendall(nonce)
@@ -187,7 +187,7 @@ def _serve(
             if not hmac.compare_digest(message[:_NONCE_BYTES], hmac.digest(key, nonce, "sha256")):
                 continue
             connection.settimeout(_LIMIT_S)
-            request, file = Request(*json.loads(message[_NONCE_BYTES:])), io.BytesIO()
+            request = Request(*json.loads(message[_NONCE_BYTES:]))
             try:
                 torch.save(steps.between(request.step, functools.partial(rows, request), _LIMIT_S), file)
             except Exception as error:  # The asking rank raises it.

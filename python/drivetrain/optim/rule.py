@@ -125,6 +125,8 @@ def overridden(optimizer: torch.optim.Optimizer) -> list[str]:
 def learning_rate(group: Group) -> float | Tensor:
     """Returns the group's `lr`: a number, or the tensor itself on CUDA, where the step reads it."""
     lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr is a tensor of {lr.numel()} elements, expected one")
     return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
 
 

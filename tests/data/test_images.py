@@ -135,6 +135,8 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     for arguments, error, message in cases:
         with pytest.raises(error, match=message):
             CachedImages(**{"images": folder, "size": 8, "limit": "1MiB", "folder": tmp_path / "cache"} | arguments)
+    monkeypatch.chdir(tmp_path)
+    assert CachedImages(folder, size=8, limit="1MiB", folder="").file.parent == Path()
     with pytest.raises(IndexError, match="index is 10"):
         CachedImages(folder, size=8, limit="1MiB", folder=tmp_path / "cache")[10]
 

@@ -78,7 +78,8 @@ class CachedImages(Dataset[tuple[Any, Any]]):
         self.height, self.width, self.transform = height, width, transform
         slot = height * width * 3 + 4  # bytes of an image with its checksum
         self.num_cached = min(len(self.samples), bytes_of(limit, len(self.samples) * slot, "limit") // slot)
-        self.file = self._cache_file(Path(folder or Path(tempfile.gettempdir()) / f"drivetrain-images-{os.getuid()}"))
+        usual = f"{tempfile.gettempdir()}/drivetrain-images-{os.getuid()}"
+        self.file = self._cache_file(Path(usual if folder is None else folder))
         self._open()
 
     def __len__(self) -> int:

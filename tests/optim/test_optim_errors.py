@@ -168,7 +168,9 @@ def test_a_bad_lr_in_a_tensor(name: str, value: float) -> None:
         ("weight_decay", None, TypeError, r"param_groups\[1\]: weight_decay is None, expected a number"),
         ("lr", "fast", ValueError, r"param_groups\[1\]: could not convert string to float: 'fast'"),
         ("lr", torch.tensor([0.1, 0.2]), ValueError, r"param_groups\[1\]: lr is a tensor of 2 elements, expected one"),
-        ("betas", (0.9,), ValueError, r"param_groups\[1\]: not enough values to unpack"),
+        ("betas", (0.9,), ValueError, r"param_groups\[1\]: betas is \(0.9,\), expected 2 numbers"),
+        ("betas", (0.9, "x"), ValueError, r"param_groups\[1\]: betas is \(0.9, 'x'\), expected 2 numbers"),
+        ("betas", None, ValueError, r"param_groups\[1\]: betas is None, expected 2 numbers"),
         ("state_bits", 12, ValueError, r"param_groups\[1\]: state_bits is 12, expected one of"),
     ],
 )

@@ -148,11 +148,12 @@ class LAMB(FusedOptimizer):
 
 
 def _schedule_free(group: Group) -> Numbers:
-    if group["betas"][0] == 0:
+    numbers = hypers(group, "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power", "maximize")
+    if numbers["beta1"] == 0:
         raise ValueError("betas[0] is 0, expected a number above 0 and below 1: the average follows from it")
     if not group["train_mode"]:
         raise RuntimeError("the optimizer is in evaluation mode: call its train() before it steps")
-    return hypers(group, "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power", "maximize")
+    return numbers
 
 
 @follows(

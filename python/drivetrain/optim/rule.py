@@ -138,10 +138,18 @@ def hypers(group: Group, *entries: str | tuple[str, ...]) -> Numbers:
     numbers: Numbers = {"lr": learning_rate(group)}
     for entry in entries:
         if entry == "betas":
-            numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
-        elif isinstance(entry, str):
-            numbers[entry] = group[entry]
-        else:
-            name, *names = entry
-            numbers |= zip(names, map(float, group[name]) if len(names) > 1 else [group[name]], strict=True)
+            entry = ("betas", "beta1", "beta2")
+        name, *names = (entry, entry) if isinstance(entry, str) else entry
+        numbers |= zip(names, _floats(group, name, len(names)) if len(names) > 1 else [group[name]], strict=True)
     return numbers
+
+
+def _floats(group: Group, name: str, count: int) -> list[float]:
+    given = group[name]
+    try:
+        values = [float(value) for value in given]
+    except (TypeError, ValueError):
+        values = []
+    if len(values) != count:
+        raise ValueError(f"{name} is {given!r}, expected {count} numbers")
+    return values

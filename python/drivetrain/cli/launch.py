@@ -71,7 +71,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     def work() -> None:
         try:
             future.set_result(call())
-        except Exception as error:
+        except BaseException as error:  # else the caller would wait for the whole limit
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

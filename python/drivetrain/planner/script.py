@@ -125,7 +125,8 @@ def _run_as_child(sender: int, work: Callable[[], object]) -> None:
             result = error.with_traceback(None)
             result.__cause__ = result.__context__ = None
         with os.fdopen(sender, "wb") as file:
-            copyreg.pickle(torch._ops.OpOverload, lambda op: (_operation, (op._schema.name, op._overloadname)))
+            for kind in (torch._ops.OpOverload, *torch._ops.OpOverload.__subclasses__()):
+                copyreg.pickle(kind, lambda op: (_operation, (op._schema.name, op._overloadname)))
             pickle.dump(result, file, pickle.HIGHEST_PROTOCOL)
         code = 0
     except KeyboardInterrupt:

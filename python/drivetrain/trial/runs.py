@@ -83,14 +83,19 @@ def run(
             with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have died
                 pipe.write(json.dumps(given).encode())
         end = time.monotonic() + trial.limit_s
-        while (codes := {process.poll() for _, process in processes}) <= {None, 0} and None in codes:
-            if time.monotonic() > end:
+        failed: int | None = None
+        while failed is None and time.monotonic() <= end:
+            codes = [process.poll() for _, process in processes]
+            if None not in codes:
                 break
+            failed = next((code for code in codes if code), None)
             time.sleep(0.05)
         for folder, process in sorted(processes, key=lambda one: one[1].poll() in (None, 0)):  # first those that failed
             if not (folder / _RECORD).exists():
                 ended = f"ended with status {process.returncode}"
-                if process.returncode is None:
+                if process.returncode is None and failed is not None:
+                    ended = f"was ended because another rank ended with status {failed}"
+                elif process.returncode is None:
                     ended = f"did not make {given['steps']} optimizer steps in {trial.limit_s:.0f} s (--limit)"
                 last = "\n".join((folder / _SAID).read_text(errors="replace").splitlines()[-_LAST_LINES:])
                 raise TrialError(f"{trial.script}{how} {ended}. Its last lines:\n{last}")

@@ -102,8 +102,8 @@ class ControlBlock:
             if self._arrival == 0:
                 self._arrival = self._arrive(store)
             earlier = [self.last[rank] for rank in self._on_host[: self._arrival - 1]]
-            have_ended = all(one and has_ended(one["process"]) for one in earlier) and len(earlier) == self._arrival - 1
-            if not have_ended or len(self._on_host) == len(self.ranks):
+            is_first = len(earlier) == self._arrival - 1 and all(one and has_ended(one["process"]) for one in earlier)
+            if not is_first or len(self._on_host) == len(self.ranks):
                 return []
             records = self._records(store, self._find_ranks(store))
             store.set(self._summary_of(self._host), json.dumps({rank: status_of(one) for rank, one in records}))

@@ -78,9 +78,10 @@ def waiting(progress: _C.Progress, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reporter = next((one for ref in [*_watched.values()] if (one := ref()) and one.progress is progress), None)
-        if reporter is not None and (ended := reporter.ended_ranks()):
-            error.args = (f"{error}\ndrivetrain: {what} has failed. {ended}",)
+        for reference in list(_watched.values()):
+            reporter = reference()
+            if reporter is not None and reporter.progress is progress and (ended := reporter.ended_ranks()):
+                error.args = (f"{error}\ndrivetrain: {what} has failed. {ended}",)
         raise
     finally:
         progress.end_wait()

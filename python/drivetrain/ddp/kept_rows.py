@@ -213,10 +213,7 @@ class KeptRows:
         return [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
 
     def _are_untouched(self) -> bool:
-        return all(
-            now is before if now is None or before is None else now[0]() is before[0]() and now[1] == before[1]
-            for now, before in zip(self._see(), self._seen, strict=True)
-        )
+        return all(map(_is_same, self._see(), self._seen))
 
     def _drop(self) -> None:
         self._weight = None
@@ -236,3 +233,9 @@ def _keep(params: list[nn.Parameter], _: bool) -> None:
             kept, piece.kept = piece.kept, None
             kept = own.clone() if kept is None else kept.add_(own)
             param.grad = rows_of(piece.distributed(kept))
+
+
+def _is_same(now: Seen, before: Seen) -> bool:
+    if now is None or before is None:
+        return now is before
+    return now[0]() is before[0]() and now[1] == before[1]

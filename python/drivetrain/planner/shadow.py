@@ -358,7 +358,8 @@ def rebind(replaced: dict[Any, Any]) -> None:
             if isinstance(each, type):
                 for alias, value in vars(each).items():
                     bare = value.__func__ if type(value) is staticmethod else value
-                    holders += [(each, alias, bare)] if id(bare) in by_id else []
+                    if id(bare) in by_id:
+                        holders.append((each, alias, bare))
         for holder, alias, bare in holders:
             new = by_id[id(bare)]
             setattr(holder, alias, staticmethod(new) if isinstance(holder, type) else new)

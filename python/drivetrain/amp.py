@@ -83,11 +83,10 @@ class GradScaler(torch.amp.GradScaler):
         That takes no pass more on the CPU, and hooks on steps see what they see under torch. On CUDA it waits for the
         device.
         """
-        if rule_of(type(optimizer)).step_sparse is not None and has_sparse(optimizer.param_groups):
+        scale = self._scale if self._enabled and kept_of(optimizer).in_backward is None else None
+        if scale is not None and (scale.device.type == "cpu" or type(self) in in_place_of):
             return True
-        if not self._enabled or self._scale is None or kept_of(optimizer).in_backward is not None:
-            return False
-        return self._scale.device.type == "cpu" or type(self) in in_place_of
+        return rule_of(type(optimizer)).step_sparse is not None and has_sparse(optimizer.param_groups)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

@@ -138,18 +138,21 @@ def hypers(group: Group, *entries: str | tuple[str, ...]) -> Numbers:
     numbers: Numbers = {"lr": learning_rate(group)}
     for entry in entries:
         if entry == "betas":
-            entry = ("betas", "beta1", "beta2")
-        name, *names = (entry, entry) if isinstance(entry, str) else entry
-        numbers |= zip(names, _floats(group, name, len(names)) if len(names) > 1 else [group[name]], strict=True)
+            numbers["beta1"], numbers["beta2"] = _floats(group, "betas", 2)
+        elif isinstance(entry, str):
+            numbers[entry] = group[entry]
+        else:
+            name, *names = entry
+            numbers |= zip(names, _floats(group, name, len(names)) if len(names) > 1 else [group[name]], strict=True)
     return numbers
 
 
-def _floats(group: Group, name: str, count: int) -> list[float]:
+def _floats(group: Group, name: str, count: int) -> tuple[float, ...]:
     given = group[name]
     try:
-        values = [float(value) for value in given]
+        values = tuple(map(float, given))
     except (TypeError, ValueError):
-        values = []
+        values = ()
     if len(values) != count:
         raise ValueError(f"{name} is {given!r}, expected {count} numbers")
     return values

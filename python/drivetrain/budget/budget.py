@@ -167,8 +167,7 @@ def _planned(
     storage_formats = [
         STORAGE_FORMATS[name] for name in ("bits", *([lossy] if lossy else []), *(["host"] if pool is not None else []))
     ]
-    is_last = False
-    while True:
+    for is_last in (False, True):
         regions = CompiledRegions(model)
         new: ActivationPlan | None = None
         try:
@@ -177,18 +176,23 @@ def _planned(
             trace = regions.fit(trace, peak, num_bytes, lambda: profile(model, step_fn, storage_formats, pool))
             new = ActivationPlan(model, trace, peak, regions, pool)
             progress.tell("chooses which tensors to save")
-            new._choose(num_bytes)
+            try:
+                new._choose(num_bytes)
+            except ValueError:
+                if is_last:
+                    raise
+                new.remove()
+                continue  # the first step of a model may keep more than later ones
             new._install()
             new._measure(step_fn)
-            if is_last or not new._recorder.divergence:
-                return new
-            new.remove()  # the first steps of a model may differ from later ones
-        except BaseException as error:
-            is_too_small = new is not None and not new.budget_bytes and isinstance(error, ValueError)
+        except BaseException:
             (regions if new is None else new).remove()  # the caller never receives it
-            if is_last or not is_too_small:
-                raise
-        is_last = True  # the first step of a model may also keep more than later ones
+            raise
+        if is_last or not new._recorder.divergence:
+            break
+        new.remove()  # the first steps of a model may differ from later ones
+    assert new is not None
+    return new
 
 
 class ActivationPlan(_C.ActivationScope):

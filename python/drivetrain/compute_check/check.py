@@ -331,13 +331,14 @@ class ComputeCheck:
                 ranks, what = sums.culprits(piece, self._group)
             who = self._described(ranks) if len(ranks) < self._size else f"one of the {self._size} ranks"
             sums.forget()
-            self._raise_or_skip(
+            error = self._error(
                 f"the all-reduce of step {step} gives something else than the sums of the ranks' gradients, in "
                 f"elements {begin} to {end - 1} of {parameter!r}: {who} {what}",
                 ranks,
                 step,
                 parameter,
             )
+            self._raise_or_skip(error)
             return True
         sums.forget()
         return False
@@ -375,13 +376,12 @@ class ComputeCheck:
         hashes = gather_objects(own, self._group)
         usual_hashes = hashes[checksums.index(usual)]
         name = next(str(_first_difference(usual_hashes, one)) for one in hashes if one != usual_hashes)
-        self._raise_or_skip(
+        raise self._error(
             f"ranks have different values before step {step}, beginning with {name!r}: {self._described(ranks)}. An "
             "optimizer step, a reduction or memory went wrong there since the last check",
             ranks,
             step,
             name,
-            may_skip=False,
         )
 
     def _accuse(
@@ -409,7 +409,7 @@ class ComputeCheck:
         ranks = [rank for rank, hashes in first.items() if told[judge if self._size > 2 else rank][1] != hashes]
         ranks = ranks if len(ranks) == 1 else sorted(first)
         gives = "the same" if told[ranks[0]][1] == first[ranks[0]] else "others"
-        self._raise_or_skip(
+        error = self._error(
             f"gradients of one pass differ between ranks in step {step}, beginning with {parameter!r}: "
             f"{self._described(ranks)} {'computes' if len(ranks) == 1 else 'compute'} other bits, and a repetition "
             f"there gives {gives}",
@@ -417,10 +417,13 @@ class ComputeCheck:
             step,
             parameter,
         )
+        self._raise_or_skip(error)
 
-    def _raise_or_skip(self, text: str, ranks: Sequence[int], step: int, parameter: str, may_skip: bool = True) -> None:
-        error = ComputeError(text, [self._numbers[rank] for rank in ranks], step, parameter)
-        if not (self._skips and may_skip):
+    def _error(self, text: str, ranks: Sequence[int], step: int, parameter: str) -> ComputeError:
+        return ComputeError(text, [self._numbers[rank] for rank in ranks], step, parameter)
+
+    def _raise_or_skip(self, error: ComputeError) -> None:
+        if not self._skips:
             raise error
         self.skipped.append(error)
         for _, param in self._params:

@@ -362,9 +362,7 @@ class Window:
             self._ddp.reducer._check_reducer_finalized()  # A parameter without a gradient leaves it incomplete.
         if self._ddp is None and not self._weight > 0:
             raise ValueError(f"the weights given to window.backward() sum to {self._weight}, expected a sum above 0.")
-        first, alone = self._optimizers[0], None  # alone: the only optimizer, if its step can divide and clip gradients
-        if len(self._optimizers) == 1 and isinstance(first, FusedOptimizer) and kept_of(first).can_scale_in_step:
-            alone = first
+        alone = self._fused_and_alone()
         divisor = self._weight
         if alone is None or self._ddp is not None:
             divide(self._unreduced_params(), self._weight)
@@ -375,11 +373,7 @@ class Window:
                 with scaled_step(alone, self._max_grad_norm, divisor):
                     self._step_one(alone)
             else:
-                if self._max_grad_norm is not None:
-                    if self._scaler is not None:
-                        for optimizer in self._optimizers:
-                            self._scaler.unscale_(optimizer)
-                    clip_grad_norm_(self._params(), self._max_grad_norm)
+                self._clip()
                 for optimizer in self._optimizers:
                     self._step_one(optimizer)
         finally:
@@ -397,6 +391,21 @@ class Window:
             if id(param) not in stepped:
                 param.grad = None
         self._parts.end_window()
+
+    def _fused_and_alone(self) -> FusedOptimizer | None:
+        """Returns the only optimizer if its step can divide and clip gradients."""
+        first = self._optimizers[0]
+        if len(self._optimizers) > 1 or not isinstance(first, FusedOptimizer):
+            return None
+        return first if kept_of(first).can_scale_in_step else None
+
+    def _clip(self) -> None:
+        if self._max_grad_norm is None:
+            return
+        if self._scaler is not None:
+            for optimizer in self._optimizers:
+                self._scaler.unscale_(optimizer)
+        clip_grad_norm_(self._params(), self._max_grad_norm)
 
     def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
         if self._scaler is not None:

@@ -38,8 +38,7 @@ class BudgetedCalls:
         plain = self._plain = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            trains = torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters())
-            if self._is_inside or not trains:
+            if self._is_inside or not _trains(module):
                 return plain(module, *args, **kwargs)
             self._is_inside = True
             try:
@@ -76,3 +75,7 @@ class BudgetedCalls:
                 self.plans.append(activation_budget(module, step, self._budget))
             except Exception as error:
                 self.failures.append(f"{type(module).__name__} has no budget: {type(error).__name__}: {error}")
+
+
+def _trains(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and module.training and any(param.requires_grad for param in module.parameters())

@@ -112,6 +112,8 @@ def rank_main(
                 results[way].append(figures.tolist())
     if rank == 0:
         queue.put(results)
+        queue.close()
+        queue.join_thread()  # its thread may not have written the results yet
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -19,7 +19,7 @@ from ranks import dawdle_in_hooks, run_on
 FLOAT8 = torch.float8_e5m2
 WIRE = {"transport": "torch", "wire_dtype": FLOAT8}
 BLOCK = 256
-MOST = (128 << 10) // 257 * 256  # values of a message from one rank to another
+MOST = (256 << 10) // 257 * 256  # values of a message from one rank to another
 # These sizes cover no element, fewer than ranks, blocks with tails, and pieces of unequal length.
 SIZES = [0, 1, 2, 3, 255, 256, 257, 511, 1025, 20_003]
 SEVERAL_MESSAGES = 3 * MOST + 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import gc
 import logging
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -502,3 +504,19 @@ def test_any_sequence_of_world_sizes_draws_each_sample_once(
             break
     assert sorted(seen) == list(range(length))
     assert sum(seen.values()) - length < last + sum(world_size for world_size, _ in parts)
+
+
+def test_a_loader_and_its_model_are_freed_at_once(tmp_path: Path) -> None:
+    """Persistent workers of a loader that waits for garbage collection end 5 s late, one after the other."""
+    model, optimizer = small()
+    loader = DataLoader(list(range(6)), num_workers=1, persistent_workers=True)
+    freed = [weakref.ref(one) for one in (loader, model, optimizer)]
+    gc.disable()
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, data=loader, every=2) as ckpt:
+        for _ in loader:
+            make_step(model, optimizer)
+            ckpt.step()
+    del loader, model, optimizer, ckpt
+    left = [one() for one in freed]
+    gc.enable()
+    assert left == [None] * 3

@@ -252,8 +252,9 @@ def test_a_resumed_loader_is_freed_at_once() -> None:
     freed = weakref.ref(loader)
     gc.disable()
     del loader
+    left = freed()
     gc.enable()
-    assert freed() is None
+    assert left is None
 
 
 def test_the_loader_is_given_back_as_it_was() -> None:

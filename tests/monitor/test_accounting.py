@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -507,3 +509,17 @@ def test_calls_outside_of_the_block_are_refused() -> None:
     for call in (lambda: monitor([]), monitor.summary, lambda: monitor.advice, lambda: monitor.straggler):
         with pytest.raises(RuntimeError, match=r"outside of the block|has not been entered"):
             call()
+
+
+def test_what_a_monitor_has_followed_is_freed_at_once() -> None:
+    """Persistent workers of a loader that waits for garbage collection end 5 s late, and a model keeps its memory."""
+    model, loader = make_model(), DataLoader(make_batches(4), batch_size=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    freed = [weakref.ref(one) for one in (loader, model, optimizer)]
+    gc.disable()
+    with Monitor(model, optimizer, progress=False) as monitor:
+        train(model, optimizer, monitor(loader))
+    del model, loader, optimizer, monitor
+    left = [one() for one in freed]
+    gc.enable()
+    assert left == [None] * 3

@@ -229,7 +229,7 @@ class Checkpointer:
             self._notices.open()
             self._tiers.open(store, self._home, self._run)
             self._state.capture({}, with_data=False)  # A value that has no encoding raises now, not at the first save.
-            self._state.open(lambda: self._notices.reason is not None)
+            self._state.open(self._notices.has_come)  # a reference to this object would make a cycle with the loader
             self._restore(self._saver)
             self._entered_at = time.monotonic()
             leaving = self._ranks.exchange(self._flags()).leave

@@ -212,7 +212,7 @@ class Collector:
     def _advise(self, is_last: bool) -> None:
         were_compared = self._exchange is not None and self._exchange.has_compared
         setup = Setup(
-            num_workers=getattr(self._monitor._loader, "num_workers", None),
+            num_workers=self._monitor._num_workers,
             num_cores=len(os.sched_getaffinity(0)),
             sees_loader=self._monitor._has_loader,
             ranks_are_even=were_compared and self.straggler is None,

@@ -102,8 +102,11 @@ class Monitor:
             raise NotImplementedError(f"Monitor cannot take times of {self._device}, where the model is: {why_not}")
         self._rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._model, self._loader = model, loader
-        self._iterated: Iterable[Any] | None = None  # the loader that the loop iterates over
+        self._model = model
+        # They belong to the given loader, or else to the one that the loop iterates over. A reference to a loader would
+        # keep its workers alive until the garbage collector runs, which waits 5 seconds for each of them.
+        self._num_workers: int | None = getattr(loader, "num_workers", None)
+        self._num_iterated: int | None = None
         self.is_active = False
         # None: all optimizers of the process, see ScriptMonitor.
         self._optimizers: list[torch.optim.Optimizer] | None = [] if optimizer is None else _as_list(optimizer)
@@ -201,6 +204,7 @@ class Monitor:
                 importlib.import_module("IPython.display").display(summary)
             elif summary.num_steps:
                 print(summary, file=sys.stderr)
+        self._model, self._optimizers = None, []  # this object is part of a cycle, which would keep their memory
 
     def __call__(self, loader: Iterable[Any]) -> Batches:
         """Returns an iterable over the loader that marks the waits for batches.
@@ -300,7 +304,7 @@ class Monitor:
 
     def _batches(self, loader: Iterable[Any], make_iterator: Callable[[], Iterator[Any]] | None = None) -> Batches:
         """Returns an iterable over the batches of a loader that marks the waits for them."""
-        self._iterated = loader
+        self._num_iterated = getattr(loader, "num_workers", None)
         return Batches(loader, self, make_iterator)
 
     def _before_batch(self) -> None:
@@ -367,7 +371,7 @@ class Monitor:
 
     def _end_step(self) -> None:
         self._num_steps += 1
-        self._loader = self._iterated if self._loader is None else self._loader
+        self._num_workers = self._num_iterated if self._num_workers is None else self._num_workers
         self._samples[self._num_steps] = self._num_samples
         _C.trace_step(self._num_steps)
         self._num_batches = self._num_samples = 0

@@ -53,7 +53,10 @@ class Notices:
         self._originals: dict[int, Any] = {}
         self._pid = os.getpid()
         self._noticed_at: dict[int, float] = {}  # by signal
-        self._shield = Shield(self._signals, lambda: self.reason is not None)
+        self._shield = Shield(self._signals, self.has_come)
+
+    def has_come(self) -> bool:
+        return self.reason is not None
 
     def open(self) -> None:
         """Handles the signals, and begins to poll. A second call has no effect."""

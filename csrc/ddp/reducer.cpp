@@ -8,8 +8,10 @@
 #include <torch/csrc/distributed/autograd/context/context.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <functional>
+#include <mutex>
 #include <utility>
 
 #include "base/check.h"
@@ -448,9 +450,9 @@ void Reducer::check_finalized() {
 }
 
 bool Reducer::settle_between_backwards() {
-  const Lock lock(mutex_);
+  const std::unique_lock lock(mutex_, std::chrono::milliseconds(5));  // a backward of another thread waits for long
   const bool is_in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (phase_ != StepPhase::kRunning || is_in_backward || queue_.have_all_started()) return false;
+  if (!lock || phase_ != StepPhase::kRunning || is_in_backward || queue_.have_all_started()) return false;
   drain();
   return true;
 }

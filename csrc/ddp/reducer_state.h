@@ -48,7 +48,7 @@ struct ReducerOptions {
 // Invariants: one mutex guards everything. The parts refer to each other, so that the object never moves.
 class ReducerState {
  protected:
-  using Lock = std::lock_guard<std::recursive_mutex>;
+  using Lock = std::lock_guard<std::recursive_timed_mutex>;
 
   template <class Body>
   auto locked(Body&& body) {
@@ -209,7 +209,7 @@ class ReducerState {
   // Marks the end of the step for the watchdog, on a device by an event.
   void mark_end();
 
-  std::recursive_mutex mutex_;  // recursive: a communication hook may ask this reducer something
+  std::recursive_timed_mutex mutex_;  // recursive: a communication hook may ask this reducer something
   ReducerOptions options_;
   Parameters params_;
   StepStreams streams_;

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from typing import Any
@@ -506,3 +507,22 @@ def test_gradients_get_their_memory_back() -> None:
     )
     faults = [int(count) for count in done.stdout.split()]
     assert sum(faults[5:]) < 4000, faults  # every step's gradients have 10,600 pages
+
+
+@run_on(2)
+def test_a_step_waits_for_no_backward_of_another_thread() -> None:
+    """The other rank may begin its own backward of that model only after this rank's next collective."""
+    model, group = DDP(nn.Linear(10, 3), process_group=dist.new_group()), dist.new_group()
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight])
+    backward = threading.Thread(target=model(inputs()).sum().backward)
+    if dist.get_rank() == 0:
+        backward.start()
+        time.sleep(0.1)  # it waits for rank 1 by now
+        weight.grad = torch.ones(())
+        optimizer.step()
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        backward.start()
+    backward.join()
+    assert_equal_on_ranks([model.module.weight.grad])

@@ -195,6 +195,20 @@ def test_a_bad_group_is_not_added() -> None:
     optimizer.add_param_group({"params": [("new", new)]})
 
 
+@classes
+def test_a_step_without_groups_does_nothing(name: str) -> None:
+    """A script that swaps its parameters may clear the groups and add others later."""
+    optimizer = make(name)[0]
+    optimizer.param_groups.clear()
+    optimizer.step()
+    param = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [param]})
+    param.grad = torch.ones(3)
+    for _ in range(2):  # ADOPT's first one moves nothing
+        optimizer.step()
+    assert param.count_nonzero() == 3
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])
 def test_a_bad_grad_scale(scale: float) -> None:
     optimizer, _ = make()

@@ -119,7 +119,7 @@ def _step_plain(
         The result, and whether states were created, converted or removed for it.
     """
     asked = [engine.asked_by(group, index) for index, group in enumerate(groups)]
-    rules, precisions, hypers = [list(column) for column in zip(*asked, strict=True)]
+    rules, precisions, hypers = [one[0] for one in asked], [one[1] for one in asked], [one[2] for one in asked]
 
     def run(fresh: list[Tensor]) -> _C.StepResult:
         return _C.optim_step(reader, groups, rules, hypers, precisions, state, fresh, options)

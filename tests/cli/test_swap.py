@@ -14,7 +14,9 @@ from torch.nn import parallel
 from torch.nn.parallel import distributed
 
 import drivetrain
+from drivetrain.cli import children
 from drivetrain.ddp import distributed as ddp
+from drivetrain.optim import left_to_torch
 from warm_python import warm_environ, warm_python
 
 # A list holds the class, because install() would rebind a global of this module.
@@ -239,3 +241,15 @@ def test_unedited_script_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
     wrapped, optimizers = [line for line in said.splitlines() if line.startswith("drivetrain run: ")]  # of rank 0 alone
     assert "wrapped: Sequential (" in wrapped
     assert "optimizers: AdamW (" in optimizers
+
+
+def test_alike_objects_are_counted_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Attacks on images and inner loops construct an optimizer per batch."""
+    tensor = torch.zeros(3).requires_grad_()
+    before = len(left_to_torch.constructed)
+    for cls in (drivetrain.optim.Adam, drivetrain.optim.SGD, drivetrain.optim.Adam):
+        cls([tensor], lr=0.1)
+    children.of_child(0, before)
+    of_adam, of_sgd = (f"{name} (1 parameters in 1 group)" for name in ("Adam", "SGD"))
+    assert f"optimizers: 2 x {of_adam}; {of_sgd}\n" in capsys.readouterr().err
+    assert left_to_torch.constructed[before] is left_to_torch.constructed[-1]

@@ -10,6 +10,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing import current_process, util
 from pathlib import Path
@@ -87,11 +88,11 @@ def at_exit(with_optimizers: bool, process_id: int) -> None:
     """
     if os.getpid() != process_id or not speaks_for_the_job():
         return
-    lines = [f"wrapped: {'; '.join(defaults.constructed)}"] if defaults.constructed else []
+    lines = [f"wrapped: {_listed(defaults.constructed)}"] if defaults.constructed else []
     if not lines and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         lines.append(_NOTHING_WRAPPED)
     if with_optimizers or left_to_torch.constructed:
-        lines.append(f"optimizers: {'; '.join(left_to_torch.constructed) or 'none was built'}")
+        lines.append(f"optimizers: {_listed(left_to_torch.constructed) or 'none was built'}")
     if not lines:
         lines.append("one process, which built no DistributedDataParallel. --optim replaces its optimizers")
     if "ray.train" in sys.modules:
@@ -109,8 +110,12 @@ def of_child(models_before: int, optimizers_before: int) -> None:
     models, optimizers = defaults.constructed[models_before:], left_to_torch.constructed[optimizers_before:]
     found = {"wrapped": models, "optimizers": optimizers}
     if speaks_for_the_job():
-        lines = [f"{what}: {'; '.join(built)}" for what, built in found.items() if built]
+        lines = [f"{what}: {_listed(built)}" for what, built in found.items() if built]
         _say(f"drivetrain run, {current_process().name}", lines)
+
+
+def _listed(built: Sequence[str]) -> str:
+    return "; ".join(text if times == 1 else f"{times} x {text}" for text, times in Counter(built).items())
 
 
 def speaks_for_the_job() -> bool:

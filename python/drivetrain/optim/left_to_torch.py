@@ -1,5 +1,6 @@
 """Leaves to torch's own step what no step here can do, for classes that drivetrain.install(optim=True) put in place."""
 
+import sys
 import warnings
 
 import torch
@@ -57,7 +58,7 @@ def end_constructor(engine: Engine) -> bool:
     optimizer, kept = engine.optimizer, engine.kept
     kept.is_in_constructor = False
     if not kept.steps_as_torch:
-        constructed.append(engine.description())
+        constructed.append(sys.intern(engine.description()))  # scripts may construct one per batch
         return True
     _say(engine, stacklevel=4)
     if type(optimizer) not in in_place_of or pieces.has_any(engine.optimizer):

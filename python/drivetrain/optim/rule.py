@@ -118,8 +118,12 @@ def overridden(optimizer: torch.optim.Optimizer) -> list[str]:
     cls: Any = type(optimizer)
     own = optimizer.__dict__
     base, names = _internals(cls)
-    # torch.compile() replaces these methods of torch's classes while a process runs.
-    return [name for name in names if name in own or getattr(cls, name, None) is not getattr(base, name)]
+    return [name for name in names if name in own or _is_other(getattr(cls, name, None), getattr(base, name))]
+
+
+def _is_other(method: Any, torchs: Any) -> bool:
+    # torch.compile() wraps methods of the classes that it finds under torch's names.
+    return method is not torchs and getattr(method, "_torchdynamo_orig_callable", method) is not torchs
 
 
 def learning_rate(group: Group) -> float | Tensor:

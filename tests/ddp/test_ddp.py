@@ -526,3 +526,22 @@ def test_a_step_waits_for_no_backward_of_another_thread() -> None:
         backward.start()
     backward.join()
     assert_equal_on_ranks([model.module.weight.grad])
+
+
+@run_on(2)
+def test_another_thread_may_wrap_models_during_a_step() -> None:
+    """It may run between any two lines; a trace function does so without a thread."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer, made = torch.optim.SGD([weight]), [DDP(nn.Linear(10, 3))]
+
+    def other_thread(frame: Any, *_: Any) -> Any:
+        if len(made) < 20 and frame.f_code.co_filename.endswith(("ddp/reducer.py", "_weakrefset.py")):
+            made.append(DDP(nn.Linear(10, 3), init_sync=False))  # ranks may make several numbers of them
+        return other_thread
+
+    sys.settrace(other_thread)
+    try:
+        optimizer.step()
+    finally:
+        sys.settrace(None)
+    assert len(made) > 2

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 _wrappers = itertools.count(1)
 
 
-_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_reducers: set[weakref.ref[Reducer]] = set()  # not a WeakSet, which other threads may change while one reads it
 _hooks: list[Any] = []  # on the steps of all optimizers, from the first reducer on
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    for reducer in list(_reducers):
-        if reducer.settle_between_backwards():
+    for reference in list(_reducers):
+        if (reducer := reference()) is not None and reducer.settle_between_backwards():
             reducer.warn_of_step(optimizer)
 
 
@@ -101,7 +101,7 @@ class Reducer(_C.Reducer):
         self._has_warned = False  # of steps between backward passes
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
-        _reducers.add(self)
+        _reducers.add(weakref.ref(self, _reducers.discard))
         self.is_sharded: bool = False  # states or gradients are divided among the ranks
         self._on_reduced: list[Callable[[list[nn.Parameter], bool], None]] = []
         self._is_connected = is_connected

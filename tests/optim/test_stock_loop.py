@@ -264,6 +264,15 @@ def test_clipping_an_empty_generator_warns_as_torch_does() -> None:
     assert lone.grad.norm().item() == pytest.approx(1.0)
 
 
+def test_clipping_in_a_whole_compiled_graph() -> None:
+    """It is torch's own function there, which torch.compile() can trace."""
+    ours, theirs = (torch.full((3,), 2.0, requires_grad=True) for _ in range(2))
+    ours.grad, theirs.grad = torch.full((3,), 2.0), torch.full((3,), 2.0)
+    norm = torch.compile(optim.clip_grad_norm_, backend="eager", fullgraph=True)([ours], 1.0)
+    assert torch.equal(norm, TORCHS_CLIP([theirs], 1.0))
+    assert torch.equal(ours.grad, theirs.grad)
+
+
 # ---- Wrong orders, and what is left behind.
 
 

@@ -5,7 +5,7 @@ from all gradients. All of them then clip alike and skip the same steps.
 """
 
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -31,12 +31,12 @@ class GroupParam(NamedTuple):
     counts: bool
 
 
-group_params: MutableMapping[Tensor, GroupParam] = WeakTensorKeyDictionary()
+group_params = WeakTensorKeyDictionary()  # torch.compile() can trace its `data` only
 
 
 def has_any(params: Iterable[Tensor]) -> bool:
     """Returns whether some of the parameters are held by some ranks only."""
-    return bool(group_params) and any(param in group_params for param in params)
+    return bool(group_params.data) and any(param in group_params for param in params)
 
 
 def divide(params: Iterable[Tensor]) -> "tuple[list[Tensor], dict[ReducesOverGroups, list[Tensor]]]":

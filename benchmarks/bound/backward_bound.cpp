@@ -112,7 +112,7 @@ BackwardBound::BackwardBound(const TraceIndex& index, int64_t budget_bytes, cons
   std::vector<int32_t> latest_read(index.num_values(), -1);
   for (int32_t op = index.num_ops() - 1; op >= 0; --op) {
     if (!index.may_be_replayed[op]) continue;
-    for (int32_t value : index.writes[op]) {
+    for (int32_t value : index.trace.ops[op].writes) {
       const int32_t latest = index.is_taken[value] ? first_take_[value] : latest_read[value];
       latest_replay_[op] = std::max(latest_replay_[op], latest);
     }
@@ -121,14 +121,14 @@ BackwardBound::BackwardBound(const TraceIndex& index, int64_t budget_bytes, cons
   int32_t next_take = kNoUse;
   for (int32_t op = 0; op < index.num_ops(); ++op) {
     next_take_[op] = next_take;
-    for (int32_t value : index.writes[op]) next_take = std::min(next_take, first_take_[value]);
+    for (int32_t value : index.trace.ops[op].writes) next_take = std::min(next_take, first_take_[value]);
   }
 }
 
 BackwardBound::Now BackwardBound::now_at(int32_t op) {
   const Trace& trace = index_.trace;
   Now now{op, {}, 0, 0, 0, 0, kNoUse, false};
-  for (int32_t value : index_.writes[op]) {
+  for (int32_t value : index_.trace.ops[op].writes) {
     now.written_bytes += trace.values[value].bytes;
     if (!index_.may_be_needed[value] || is_small(value)) continue;
     now.outputs.push_back({value, bit_[value] < 0 ? 0 : ValueSet{1} << bit_[value], trace.values[value].bytes,
@@ -137,7 +137,7 @@ BackwardBound::Now BackwardBound::now_at(int32_t op) {
   std::stable_sort(now.outputs.begin(), now.outputs.end(),
                    [](const Output& a, const Output& b) { return a.bytes > b.bytes; });
   if (now.outputs.size() > kMaxOutputs) now.outputs.resize(kMaxOutputs);
-  for (int32_t value : index_.writes[op]) {
+  for (int32_t value : index_.trace.ops[op].writes) {
     if (bit_[value] >= 0) now.written |= ValueSet{1} << bit_[value];
     if (is_read_unseen_[value]) now.may_be_seen_late = true;
     const auto is_it = [&](const Output& output) { return output.value == value; };
@@ -147,14 +147,14 @@ BackwardBound::Now BackwardBound::now_at(int32_t op) {
   }
   if (now.may_be_seen_late) now.unseen_from = 0;
   if (index_.may_be_replayed[op]) find_reads(now);
-  for (int32_t value : index_.writes[op]) {
+  for (int32_t value : index_.trace.ops[op].writes) {
     if (bit_[value] >= 0) free_bits_ |= ValueSet{1} << std::exchange(bit_[value], int8_t{-1});
   }
   return now;
 }
 
 void BackwardBound::find_reads(Now& now) {
-  const auto written = index_.writes[now.op];
+  const auto& written = index_.trace.ops[now.op].writes;
   for (int32_t value : index_.reads[now.op]) {
     const auto replaces_it = [&](int32_t output) { return index_.trace.values[output].replaces == value; };
     if (std::none_of(written.begin(), written.end(), replaces_it)) now.read_bytes += index_.trace.values[value].bytes;
@@ -211,7 +211,7 @@ void BackwardBound::follow(const BoundState& before, const Now& now, Decision de
   }
   BoundState next = before;
   // A replay for another output restores outputs in storage formats, too.
-  const bool is_alone = index_.writes[now.op].size() == 1;
+  const bool is_alone = index_.trace.ops[now.op].writes.size() == 1;
   const double seconds = trace.ops[now.op].seconds;
   next.seconds += decision.is_replayed ? seconds : is_alone ? format_seconds : std::min(format_seconds, seconds);
   next.least_seconds = std::max(next.least_seconds, next.seconds);

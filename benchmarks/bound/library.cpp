@@ -49,7 +49,7 @@ PricedBound priced_bound(const TraceIndex& index, double budget) {
   PricedBound best{high.bound, 0};
   constexpr int kMaxPrices = 40;
   for (int i = 0; i < kMaxPrices && high.bytes > budget && high.bytes > low.bytes; ++i) {
-    const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
+    const double price = price_between(high, low);
     PricedPolicy now = cut.at(price);
     if (now.bound - price * budget > best.seconds) best = {now.bound - price * budget, price};
     if (now.bytes >= high.bytes || now.bytes <= low.bytes) break;

@@ -475,17 +475,12 @@ def activation_solve(
     uses: Sequence[tuple[int, bool]],
     budget_bytes: int,
 ) -> dict[str, Any]: ...
-def activation_timeline(
-    values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
-    ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
-    uses: Sequence[tuple[int, bool]],
-    policy: Sequence[int],
-) -> dict[str, list[int]]: ...
 def activation_simulate(
     values: Sequence[tuple[int, bool, bool, int, Sequence[tuple[int, float]]]],
     ops: Sequence[tuple[float, Sequence[int], Sequence[int]]],
     uses: Sequence[tuple[int, bool]],
     policy: Sequence[int],
+    timeline: bool = False,
 ) -> dict[str, Any]: ...
 
 class Packed:

@@ -111,14 +111,14 @@ def test_when_copies_run() -> None:
     values = trace.passes[0].values
     values[1:3] = [value._replace(formats=[FormatCost(HOST, 0, 0.0)]) for value in values[1:3]]
     policy = [0, 1, 1, *[0] * 6]
-    timeline = _C.activation_timeline(*trace.for_solver(), policy)
+    timeline = _C.activation_simulate(*trace.for_solver(), policy, timeline=True)
     uses = [index for index, use in enumerate(trace.uses) if not use.is_release]
     assert timeline["restored_at"] == [-1, uses[7], uses[6], *[-1] * 6]
-    assert timeline["peak_bytes"][0] == 6000 * MIB
+    assert timeline["peaks"][0] == 6000 * MIB
 
     def run(seconds_per_copy: float, budget_mib: int = 8000) -> Copies:
         link = HostLink(1000 * MIB / seconds_per_copy, 1000 * MIB / seconds_per_copy, 0.0)
-        return copies_of(trace, policy, timeline["peak_bytes"], timeline["restored_at"], budget_mib * MIB, link)
+        return copies_of(trace, policy, timeline["peaks"], timeline["restored_at"], budget_mib * MIB, link)
 
     # Backward takes values 8 to 1 at 8, 10, ... 22 seconds. Copies start earlier by a quarter of their time.
     quick = run(1.0)

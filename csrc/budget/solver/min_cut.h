@@ -1,6 +1,7 @@
 // Declares the minimum cut that finds the best policy where every byte saved at the end of forward has a price.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -15,6 +16,11 @@ struct PricedPolicy {
   double seconds = 0;  // of replayed operations and of storage formats
   double bound = 0;    // a lower bound on seconds + price * bytes of every policy
 };
+
+// Returns the price of a byte at which two policies cost the same. `high` saves more bytes.
+inline double price_between(const PricedPolicy& high, const PricedPolicy& low) {
+  return std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
+}
 
 // Solves a maximum flow by Dinic's algorithm. In the network, operations on the source's side are replayed, and values
 // on it are needed. A replayed operation costs its seconds (an edge to the sink) and needs its reads (infinite edges).

@@ -2,7 +2,8 @@
 #include "budget/solver/segments.h"
 
 #include <algorithm>
-#include <cmath>
+#include <bit>
+#include <deque>
 #include <limits>
 #include <unordered_map>
 #include <utility>
@@ -16,12 +17,11 @@ namespace drivetrain::budget {
 namespace {
 
 constexpr size_t kMaxCuts = 320;
-constexpr size_t kMaxOnHull = 20;       // policies of a segment on the lower hull
+constexpr int kMaxOnHull = 20;          // policies of a segment from minimum cuts
 constexpr size_t kMaxEnumerated = 256;  // policies of a segment, where all are tried
 constexpr int64_t kMaxWork = 30'000;    // operations in all different segments
 constexpr size_t kNumLevels = 400;      // into which saved bytes are rounded
 constexpr double kInfiniteSeconds = std::numeric_limits<double>::infinity();
-constexpr int64_t kNotReached = std::numeric_limits<int64_t>::max();
 
 // Returns the positions at which no more bytes cross than at both neighbors. Then drops the flattest valleys until at
 // most kMaxCuts are left. Equal valleys are kept or dropped together, so that repeated blocks are cut alike.
@@ -57,7 +57,7 @@ std::vector<int32_t> valleys(const std::vector<int64_t>& bytes, const std::vecto
 std::vector<Policy> all_policies(const TraceIndex& index, const Policy& one) {
   std::vector<int32_t> decided;
   for (int32_t op = index.num_ops() - 1; op >= 0; --op) {
-    for (int32_t value : index.writes[op]) {
+    for (int32_t value : index.trace.ops[op].writes) {
       if (!index.may_be_needed[value] || !index.can_recompute[value]) continue;
       if (index.trace.values[value].can_save) decided.push_back(value);
     }
@@ -78,20 +78,6 @@ std::vector<Policy> all_policies(const TraceIndex& index, const Policy& one) {
 
 }  // namespace
 
-// Identifies equal segments by a hash of everything but their seconds, which are measured and vary.
-struct Segments::Signature {
-  uint64_t hash = 0xcbf29ce484222325;
-  size_t num_values = 0;
-  double seconds = 0;
-
-  bool matches(const Signature& other) const {
-    constexpr double kNoise = 0.3;
-    return num_values == other.num_values && std::abs(seconds - other.seconds) <= kNoise * seconds;
-  }
-
-  void add(int64_t number) { hash = mix(hash, static_cast<uint64_t>(number)); }
-};
-
 Segments::Segments(const TraceIndex& index) : index_(index) {
   find_last_readers();
   find_cuts();
@@ -103,12 +89,6 @@ void Segments::find_last_readers() {
   for (int32_t op = 0; op < index_.num_ops(); ++op) {
     if (!index_.may_be_replayed[op]) continue;
     for (int32_t value : index_.reads[op]) last_reader_[value] = op;
-  }
-  std::vector<std::vector<int32_t>> uses(index_.num_values());
-  for (int32_t use = 0; use < index_.num_uses(); ++use) uses[index_.trace.uses[use].value].push_back(use);
-  for (const std::vector<int32_t>& of_value : uses) {
-    for (int32_t use : of_value) uses_of_value_.add(use);
-    uses_of_value_.end_list();
   }
 }
 
@@ -139,42 +119,35 @@ void Segments::find_cuts() {
   cuts_.push_back(count);
 }
 
-Segments::Signature Segments::signature_of(int32_t first_op, int32_t end_op) const {
-  const Trace& trace = index_.trace;
-  Signature signature;
+// Returns a hash of all that the policies of a segment depend on. Operations of one kind take equal seconds in a trace,
+// so repeated blocks have equal hashes.
+uint64_t Segments::hash_of(int32_t first_op, int32_t end_op) const {
+  uint64_t hash = 0;
+  const auto add = [&hash](int64_t number) { hash = mix(hash, static_cast<uint64_t>(number)); };
   for (int32_t op = first_op; op < end_op; ++op) {
-    signature.seconds += trace.ops[op].seconds;
-    signature.add(-1);
+    add(std::bit_cast<int64_t>(index_.trace.ops[op].seconds));
     for (int32_t value : index_.reads[op]) {
       const int32_t writer = index_.writer[value];
       if (writer < first_op) continue;
-      int32_t slot = 0;
-      for (int32_t written : index_.writes[writer]) {
-        if (written == value) break;
-        ++slot;
-      }
-      signature.add(op - writer);
-      signature.add(slot);
+      add(op - writer);
+      add(std::ranges::find(index_.trace.ops[writer].writes, value) - index_.trace.ops[writer].writes.begin());
     }
-    signature.add(-2);
-    signature.num_values += index_.writes[op].size();
-    for (int32_t value : index_.writes[op]) {
-      const TraceValue& written = trace.values[value];
-      signature.add(written.bytes);
-      signature.add(written.can_save + 2 * index_.can_recompute[value] + 4 * index_.takes_over[value] +
-                    8 * is_crossing(value, end_op));
-      for (const FormatPrice& format : written.formats) signature.add(format.bytes);
-      signature.add(index_.num_releases[value]);
-      signature.add(index_.is_taken[value]);
+    add(-1);
+    for (int32_t value : index_.trace.ops[op].writes) {
+      const TraceValue& written = index_.trace.values[value];
+      add(written.bytes);
+      add(written.can_save + 2 * index_.can_recompute[value] + 4 * index_.takes_over[value] +
+          8 * is_crossing(value, end_op) + 16 * index_.is_taken[value]);
+      for (const FormatPrice& format : written.formats) add(format.bytes);
+      add(index_.num_releases[value]);
     }
   }
-  return signature;
+  return hash;
 }
 
 Trace Segments::trace_of(int32_t first_op, int32_t end_op) const {
   const Trace& trace = index_.trace;
   Trace segment;
-  std::vector<std::pair<int32_t, int32_t>> uses;  // the use, and the value's index in the segment
   std::unordered_map<int32_t, int32_t> local;
   for (int32_t op = first_op; op < end_op; ++op) {
     TraceOp& copy = segment.ops.emplace_back();
@@ -182,7 +155,7 @@ Trace Segments::trace_of(int32_t first_op, int32_t end_op) const {
     for (int32_t value : index_.reads[op]) {
       if (index_.writer[value] >= first_op) copy.reads.push_back(local.at(value));
     }
-    for (int32_t value : index_.writes[op]) {
+    for (int32_t value : index_.trace.ops[op].writes) {
       const auto index = static_cast<int32_t>(segment.values.size());
       local[value] = index;
       copy.writes.push_back(index);
@@ -190,52 +163,23 @@ Trace Segments::trace_of(int32_t first_op, int32_t end_op) const {
       const bool is_inside = written.replaces >= 0 && index_.writer[written.replaces] >= first_op;
       written.replaces = is_inside ? local.at(written.replaces) : -1;
       written.can_recompute = index_.can_recompute[value];
-      for (int32_t use : uses_of_value_[value]) uses.emplace_back(use, index);
       if (!is_crossing(value, end_op)) continue;
       written.can_recompute = false;
       segment.uses.push_back({index, true});  // released first: later segments need it until backward is here
     }
   }
-  std::sort(uses.begin(), uses.end());
-  for (const auto& [use, value] : uses) segment.uses.push_back({value, trace.uses[use].is_release});
+  for (const TraceUse& use : trace.uses) {
+    const auto here = local.find(use.value);
+    if (here != local.end()) segment.uses.push_back({here->second, use.is_release});
+  }
   return segment;
 }
 
-// Finds points of the lower hull of bytes and seconds by minimum cuts, in the widest gap first. Where policies are few,
-// adds all of them.
+// Tries policies of minimum cuts, each between two others. Where policies are few, tries all of them.
 Segments::Frontier Segments::frontier_of(const Trace& segment) const {
   const TraceIndex index(segment);
   MinCut cut(index);
   Simulator simulator(index);
-  double all_seconds = 0;
-  for (const TraceOp& op : segment.ops) all_seconds += op.seconds;
-  std::vector<PricedPolicy> hull = {cut.at(0), cut.at(all_seconds + 1)};  // from the most bytes to the least
-  std::vector<uint8_t> is_closed = {0};  // no other point is between this one and the next
-  while (hull.size() < kMaxOnHull) {
-    size_t widest = hull.size();
-    double most = 0;
-    const double scale = (hull.back().seconds - hull[0].seconds) / std::max(1.0, hull[0].bytes - hull.back().bytes);
-    for (size_t i = 0; i + 1 < hull.size(); ++i) {
-      const double bytes = hull[i].bytes - hull[i + 1].bytes, seconds = hull[i + 1].seconds - hull[i].seconds;
-      if (is_closed[i] || bytes <= 0) continue;
-      const double gap = bytes * scale + seconds;
-      if (gap <= most) continue;
-      most = gap;
-      widest = i;
-    }
-    if (widest == hull.size()) break;
-    const PricedPolicy &high = hull[widest], &low = hull[widest + 1];
-    const double price = std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
-    PricedPolicy between = cut.at(price);
-    const double on_line = high.seconds + price * high.bytes;
-    if (between.seconds + price * between.bytes >= on_line * (1 - 1e-9) || between.bytes >= high.bytes ||
-        between.bytes <= low.bytes) {
-      is_closed[widest] = 1;
-      continue;
-    }
-    hull.insert(hull.begin() + static_cast<std::ptrdiff_t>(widest) + 1, std::move(between));
-    is_closed.insert(is_closed.begin() + static_cast<std::ptrdiff_t>(widest), 0);
-  }
   Frontier frontier;
   const auto add = [&](const Policy& policy) {
     const Outcome outcome = simulator.run(policy);
@@ -248,33 +192,39 @@ Segments::Frontier Segments::frontier_of(const Trace& segment) const {
     std::erase_if(frontier, [&](const SegmentPolicy& other) { return is_no_worse(added, other); });
     frontier.push_back(added);
   };
-  for (const PricedPolicy& point : hull) add(point.policy);
-  for (const Policy& policy : all_policies(index, hull[0].policy)) add(policy);
+  double all_seconds = 0;
+  for (const TraceOp& op : segment.ops) all_seconds += op.seconds;
+  const PricedPolicy most = cut.at(0), least = cut.at(all_seconds + 1);
+  add(most.policy);
+  add(least.policy);
+  std::deque<std::pair<PricedPolicy, PricedPolicy>> gaps = {{most, least}};
+  for (int num_added = 2; num_added < kMaxOnHull && !gaps.empty(); gaps.pop_front()) {
+    const auto& [high, low] = gaps.front();
+    if (high.bytes <= low.bytes) continue;
+    const PricedPolicy between = cut.at(price_between(high, low));
+    if (between.bytes >= high.bytes || between.bytes <= low.bytes) continue;
+    add(between.policy);
+    ++num_added;
+    gaps.emplace_back(high, between);
+    gaps.emplace_back(between, low);
+  }
+  for (const Policy& policy : all_policies(index, most.policy)) add(policy);
   return frontier;
 }
 
 void Segments::find_frontiers() {
-  struct Known {
-    Signature signature;
-    size_t frontier;
-  };
-  std::unordered_map<uint64_t, std::vector<Known>> known;
+  std::unordered_map<uint64_t, size_t> known;
   segments_.resize(cuts_.size());
   int64_t work = 0;
   for (size_t length = 1; length < cuts_.size() && work < kMaxWork; length += 1 + length / 16) {
     for (size_t first = 0; first + length < cuts_.size(); ++first) {
       const int32_t first_op = cuts_[first], end_op = cuts_[first + length];
-      const Signature signature = signature_of(first_op, end_op);
-      std::vector<Known>& alike = known[signature.hash];
-      auto same =
-          std::find_if(alike.begin(), alike.end(), [&](const Known& it) { return it.signature.matches(signature); });
-      if (same == alike.end()) {
-        alike.push_back({signature, frontiers_.size()});
-        same = alike.end() - 1;
+      const auto [frontier, is_new] = known.emplace(hash_of(first_op, end_op), frontiers_.size());
+      if (is_new) {
         frontiers_.push_back(frontier_of(trace_of(first_op, end_op)));
         work += end_op - first_op;
       }
-      segments_[first + length].push_back({first, same->frontier});
+      segments_[first + length].push_back({first, frontier->second});
     }
   }
 }
@@ -282,44 +232,8 @@ void Segments::find_frontiers() {
 void Segments::apply(const Part& part, size_t end_cut, Policy& policy) const {
   size_t at = 0;
   for (int32_t op = cuts_[part.first_cut]; op < cuts_[end_cut]; ++op) {
-    for (int32_t value : index_.writes[op]) policy[value] = part.chosen->policy[at++];
+    for (int32_t value : index_.trace.ops[op].writes) policy[value] = part.chosen->policy[at++];
   }
-}
-
-// Ignores seconds, so fewer saved bytes are always better and one state per cut is enough.
-std::optional<Policy> Segments::smallest_within(int64_t budget_bytes) const {
-  std::vector<int64_t> saved(cuts_.size(), kNotReached);
-  std::vector<Part> parts(cuts_.size());
-  saved[0] = 0;
-  for (size_t end = 1; end < cuts_.size(); ++end) {
-    for (const Segment& segment : segments_[end]) {
-      const int64_t before = saved[segment.first_cut];
-      if (before == kNotReached) continue;
-      for (const SegmentPolicy& chosen : frontiers_[segment.frontier]) {
-        if (before + chosen.peak_bytes > budget_bytes || before + chosen.saved_bytes >= saved[end]) continue;
-        saved[end] = before + chosen.saved_bytes;
-        parts[end] = {segment.first_cut, &chosen};
-      }
-    }
-  }
-  if (saved.back() == kNotReached) return std::nullopt;
-  Policy policy(index_.num_values(), kRecompute);
-  for (size_t end = cuts_.size() - 1; end > 0; end = parts[end].first_cut) apply(parts[end], end, policy);
-  return policy;
-}
-
-Policy Segments::smallest() const {
-  int64_t low = 0, high = 1;
-  for (const TraceValue& value : index_.trace.values) high += 2 * value.bytes;
-  std::optional<Policy> smallest = smallest_within(high);
-  DT_INVARIANT(smallest.has_value());
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    std::optional<Policy> smaller = smallest_within(middle);
-    (smaller ? high : low) = middle;
-    if (smaller) smallest = std::move(smaller);
-  }
-  return *smallest;
 }
 
 std::optional<Policy> Segments::best(int64_t budget_bytes) const {

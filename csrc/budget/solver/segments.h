@@ -18,8 +18,6 @@ class Segments {
   // Returns the cuts and policies that take the least seconds, or nothing if every combination has a higher peak.
   // Ignores memory that one segment's replay needs while backward is in another: simulate the result.
   std::optional<Policy> best(int64_t budget_bytes) const;
-  // Returns the combination with the smallest peak.
-  Policy smallest() const;
 
  private:
   struct SegmentPolicy {
@@ -38,21 +36,18 @@ class Segments {
     size_t first_cut = 0;
     const SegmentPolicy* chosen = nullptr;
   };
-  struct Signature;
 
   void find_last_readers();
   void find_cuts();
   void find_frontiers();
   bool is_crossing(int32_t value, int32_t op) const { return last_reader_[value] >= op; }
-  Signature signature_of(int32_t first_op, int32_t end_op) const;
+  uint64_t hash_of(int32_t first_op, int32_t end_op) const;
   Trace trace_of(int32_t first_op, int32_t end_op) const;
   Frontier frontier_of(const Trace& segment) const;
-  std::optional<Policy> smallest_within(int64_t budget_bytes) const;
   void apply(const Part& part, size_t end_cut, Policy& policy) const;
 
   const TraceIndex& index_;
-  std::vector<int32_t> last_reader_;  // per value: the last operation that may be replayed and reads it
-  IndexLists uses_of_value_;
+  std::vector<int32_t> last_reader_;            // per value: the last operation that may be replayed and reads it
   std::vector<int32_t> cuts_;                   // each before the operation; from 0 to the number of operations
   std::vector<std::vector<Segment>> segments_;  // by the cut at which they end
   std::vector<Frontier> frontiers_;

@@ -21,7 +21,7 @@ void Simulator::find_needed(const std::vector<int32_t>& releases) {
   needs_ = releases;
   for (int32_t op = index_.num_ops() - 1; op >= 0; --op) {
     int32_t count = 0;
-    for (int32_t value : index_.writes[op]) count += needs_[value] > 0 && (*policy_)[value] == kRecompute;
+    for (int32_t value : index_.trace.ops[op].writes) count += needs_[value] > 0 && (*policy_)[value] == kRecompute;
     needed_outputs_[op] = count;
     if (count == 0) continue;
     for (int32_t value : index_.reads[op]) ++needs_[value];
@@ -110,7 +110,7 @@ void Simulator::make_present(int32_t value) {
   frames_.push_back({index_.writer[value], 0});
   while (!frames_.empty()) {
     Frame& frame = frames_.back();
-    const auto reads = index_.reads[frame.op];
+    const auto& reads = index_.reads[frame.op];
     if (frame.next_read == static_cast<int32_t>(reads.size())) {
       replay(frame.op);
       frames_.pop_back();
@@ -125,7 +125,7 @@ void Simulator::make_present(int32_t value) {
 void Simulator::replay(int32_t op) {
   seconds_ += index_.trace.ops[op].seconds;
   int64_t second_copies = 0;
-  for (int32_t value : index_.writes[op]) {
+  for (int32_t value : index_.trace.ops[op].writes) {
     if (presence_[value] == Presence::kAsItIs) {
       second_copies += bytes_[value];
       continue;
@@ -138,7 +138,7 @@ void Simulator::replay(int32_t op) {
     bytes_now_ += bytes_[value];
   }
   note_peak(bytes_now_ + second_copies);
-  for (int32_t value : index_.writes[op]) {
+  for (int32_t value : index_.trace.ops[op].writes) {
     if (presence_[value] == Presence::kAsItIs) continue;
     if (needs_[value] == 0) {
       bytes_now_ -= bytes_[value];
@@ -168,24 +168,12 @@ void Simulator::drop_one_need(int32_t first) {
   }
 }
 
-namespace {
-
 Outcome simulate(const Trace& trace, const Policy& policy, Timeline* timeline) {
   const TraceIndex index(trace);
   Simulator simulator(index);
   const std::string error = simulator.first_error(policy);
   if (!error.empty()) throw UserError(error);
   return simulator.run(policy, timeline);
-}
-
-}  // namespace
-
-Outcome simulate(const Trace& trace, const Policy& policy) { return simulate(trace, policy, nullptr); }
-
-Timeline timeline_of(const Trace& trace, const Policy& policy) {
-  Timeline timeline;
-  simulate(trace, policy, &timeline);
-  return timeline;
 }
 
 }  // namespace drivetrain::budget

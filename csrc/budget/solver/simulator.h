@@ -15,6 +15,12 @@ struct Outcome {
   int64_t forward_bytes = 0;  // in memory at the end of forward
 };
 
+// The course of backward, by use. Everything that a use causes happens during it.
+struct Timeline {
+  std::vector<int64_t> peak_bytes;   // after forward, then during each use
+  std::vector<int32_t> restored_at;  // per value: the use that restored it from its storage format, or -1
+};
+
 // Runs a step under a policy, by the sizes and times of its trace.
 //
 // A value is needed until backward has released it, and as long as an operation that will be replayed reads it. Saved
@@ -24,16 +30,9 @@ struct Outcome {
 //
 // While an operation is replayed, its reads and all of its outputs are in memory. An output that was there already
 // counts twice unless it takes over memory. While a value is restored, its storage format is in memory too.
-Outcome simulate(const Trace& trace, const Policy& policy);
-
-// The course of backward, by use. Everything that a use causes happens during it.
-struct Timeline {
-  std::vector<int64_t> peak_bytes;   // after forward, then during each use
-  std::vector<int32_t> restored_at;  // per value: the use that restored it from its storage format, or -1
-};
-
+//
 // Throws UserError if the policy is not possible.
-Timeline timeline_of(const Trace& trace, const Policy& policy);
+Outcome simulate(const Trace& trace, const Policy& policy, Timeline* timeline = nullptr);
 
 // Reuses its buffers from one run to the next. The index must outlive this object.
 class Simulator {

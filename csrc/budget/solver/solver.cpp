@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,94 +18,95 @@
 namespace drivetrain::budget {
 namespace {
 
+constexpr double kInfinite = std::numeric_limits<double>::infinity();
+
 // Simulates policies and remembers the best one.
 class Search {
  public:
   Search(const TraceIndex& index, int64_t budget) : simulator_(index), budget_(budget) {}
 
-  Outcome try_policy(const Policy& policy) {
+  // Returns its peak.
+  int64_t try_policy(const Policy& policy) {
     const Outcome outcome = simulator_.run(policy);
-    smallest_ = std::min(smallest_, outcome.peak_bytes);
+    const auto peak_bytes = static_cast<double>(outcome.peak_bytes);
     const bool fits = outcome.peak_bytes <= budget_;
-    const bool is_better = fits != is_feasible_ ? fits
-                           : fits               ? std::pair(outcome.seconds, outcome.peak_bytes) <
-                                        std::pair(best_outcome_.seconds, best_outcome_.peak_bytes)
-                                  : best_.empty() || std::pair(outcome.peak_bytes, outcome.seconds) <
-                                                         std::pair(best_outcome_.peak_bytes, best_outcome_.seconds);
-    if (is_better) {
+    const Rank rank = fits ? Rank(false, outcome.seconds, peak_bytes) : Rank(true, peak_bytes, outcome.seconds);
+    smallest_ = std::min(smallest_, outcome.peak_bytes);
+    if (rank < best_rank_) {
+      best_rank_ = rank;
       best_ = policy;
       best_outcome_ = outcome;
-      is_feasible_ = fits;
     }
-    return outcome;
+    return outcome.peak_bytes;
   }
 
   int64_t budget() const { return budget_; }
   Solution solution(double bound_seconds) const {
-    return {best_, best_outcome_, bound_seconds, is_feasible_, smallest_};
+    return {best_, best_outcome_, bound_seconds, best_outcome_.peak_bytes <= budget_, smallest_};
   }
 
  private:
+  using Rank = std::tuple<bool, double, double>;  // a policy that fits is better, then fewer seconds or bytes are
+
   Simulator simulator_;
   const int64_t budget_;
+  Rank best_rank_{true, kInfinite, kInfinite};
   Policy best_;
   Outcome best_outcome_;
-  bool is_feasible_ = false;
   int64_t smallest_ = std::numeric_limits<int64_t>::max();
 };
 
 // Tries policies of minimum cuts, which ignore the memory of replays, and returns a lower bound on the seconds.
 double try_min_cuts(const TraceIndex& index, Search& search) {
-  struct Tried {
-    PricedPolicy priced;
-    int64_t peak_bytes;
-  };
   constexpr int kMaxPrices = 40;
   constexpr double kExact = 1 - 1e-9;  // allows for rounding
+  const auto budget = static_cast<double>(search.budget());
   MinCut cut(index);
+  double bound = 0;
   const auto try_price = [&](double price) {
     PricedPolicy found = cut.at(price);
-    const int64_t peak_bytes = search.try_policy(found.policy).peak_bytes;
-    return Tried{std::move(found), peak_bytes};
-  };
-  const auto price_between = [](const PricedPolicy& high, const PricedPolicy& low) {
-    return std::max(0.0, (low.seconds - high.seconds) / (high.bytes - low.bytes));
+    bound = std::max(bound, found.bound * kExact - price * budget);
+    const int64_t peak_bytes = search.try_policy(found.policy);
+    return std::pair(std::move(found), peak_bytes);
   };
   double highest_price = 1;
   for (const TraceOp& op : index.trace.ops) highest_price += op.seconds;
-  const PricedPolicy most = try_price(0).priced, least = try_price(highest_price).priced;
+  const PricedPolicy most = try_price(0).first, least = try_price(highest_price).first;
   // Bisects to the price of a byte at which the peak fits. Peaks are not monotonic in the price, so it may miss one.
-  PricedPolicy high = most, low = least;
-  for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
-    Tried now = try_price(price_between(high, low));
-    if (now.priced.bytes >= high.bytes || now.priced.bytes <= low.bytes) break;
-    (now.peak_bytes <= search.budget() ? low : high) = std::move(now.priced);
-  }
-  // Bisects to the price at which two policies cost the same: one exceeds the budget after forward, and one does not.
-  high = most, low = least;
-  const auto budget = static_cast<double>(search.budget());
-  double bound = most.bytes <= budget ? std::max(0.0, most.bound * kExact) : 0;
-  for (int i = 0; i < kMaxPrices && most.bytes > budget && high.bytes > low.bytes; ++i) {
-    const double price = price_between(high, low);
-    PricedPolicy now = try_price(price).priced;
-    bound = std::max(bound, now.bound * kExact - price * budget);
-    if (now.seconds + price * now.bytes >= (high.seconds + price * high.bytes) * kExact) break;
-    (now.bytes > budget ? high : low) = std::move(now);
+  // Then bisects to the price at which the bytes after forward fit, where the bound is the highest.
+  for (const bool by_peak : {true, false}) {
+    PricedPolicy high = most, low = least;
+    for (int i = 0; i < kMaxPrices && high.bytes > low.bytes; ++i) {
+      auto [now, peak_bytes] = try_price(price_between(high, low));
+      if (now.bytes >= high.bytes || now.bytes <= low.bytes) break;
+      ((by_peak ? peak_bytes <= search.budget() : now.bytes <= budget) ? low : high) = std::move(now);
+    }
   }
   return bound;
 }
 
-// Tries the best policies of the segments. Where a simulated peak differs from the segments' own, asks for a budget
-// that much smaller or larger.
-void try_segments(const Segments& segments, Search& search) {
-  search.try_policy(segments.smallest());
-  int64_t asked = search.budget();
+// Tries the best policies of the segments, and bisects to the smallest budget that has one. Where a simulated peak
+// differs from the segments' own, asks for a budget that much smaller or larger.
+void try_segments(const TraceIndex& index, Search& search) {
+  const Segments segments(index);
+  const auto try_best = [&](int64_t budget) -> std::optional<int64_t> {
+    const std::optional<Policy> policy = segments.best(budget);
+    if (!policy) return std::nullopt;
+    return search.try_policy(*policy);
+  };
+  constexpr int64_t kCloseEnough = 500;  // times a difference
+  int64_t low = 0, high = 1;
+  for (const TraceValue& value : index.trace.values) high += 2 * value.bytes;
+  while (high - low > 1 + high / kCloseEnough) {
+    const int64_t middle = low + (high - low) / 2;
+    (try_best(middle) ? high : low) = middle;
+  }
   constexpr int kMaxTries = 4;
-  constexpr int64_t kCloseEnough = 500;
+  int64_t asked = search.budget();
   for (int i = 0; i < kMaxTries && asked > 0; ++i) {
-    const std::optional<Policy> policy = segments.best(asked);
-    if (!policy) break;
-    const int64_t over = search.try_policy(*policy).peak_bytes - search.budget();
+    const std::optional<int64_t> peak_bytes = try_best(asked);
+    if (!peak_bytes) break;
+    const int64_t over = *peak_bytes - search.budget();
     if (over <= 0 && over > -search.budget() / kCloseEnough) break;
     asked -= over;
   }
@@ -117,7 +119,7 @@ Solution solve(const Trace& trace, int64_t budget_bytes) {
   const TraceIndex index(trace);
   Search search(index, budget_bytes);
   const double bound_seconds = try_min_cuts(index, search);
-  try_segments(Segments(index), search);
+  try_segments(index, search);
   return search.solution(bound_seconds);
 }
 

@@ -35,13 +35,6 @@ Trace trace_of(const std::vector<PlainValue>& values, const std::vector<PlainOp>
   return trace;
 }
 
-py::dict plain(const Timeline& timeline) {
-  py::dict dict;
-  dict["peak_bytes"] = timeline.peak_bytes;
-  dict["restored_at"] = timeline.restored_at;
-  return dict;
-}
-
 py::dict plain(const Outcome& outcome) {
   py::dict dict;
   dict["peak_bytes"] = outcome.peak_bytes;
@@ -77,27 +70,29 @@ Policy policy_of(const std::vector<int>& plain) {
   return policy;
 }
 
-// Calls `ask` for a policy of a trace.
-template <typename Answer, Answer (*ask)(const Trace&, const Policy&)>
-py::dict ask_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
-                   const std::vector<PlainUse>& uses, const std::vector<int>& plain_policy) {
+py::dict simulate_plain(const std::vector<PlainValue>& values, const std::vector<PlainOp>& ops,
+                        const std::vector<PlainUse>& uses, const std::vector<int>& plain_policy, bool has_timeline) {
   const Trace trace = trace_of(values, ops, uses);
   const Policy policy = policy_of(plain_policy);
-  const auto answer = [&] {
+  Timeline timeline;
+  Outcome outcome;
+  {
     const py::gil_scoped_release no_gil;
-    return ask(trace, policy);
-  }();
-  return plain(answer);
+    outcome = simulate(trace, policy, &timeline);
+  }
+  py::dict dict = plain(outcome);
+  if (!has_timeline) return dict;
+  dict["peaks"] = timeline.peak_bytes;
+  dict["restored_at"] = timeline.restored_at;
+  return dict;
 }
 
 }  // namespace
 
 void register_solver(py::module_& m) {
   m.def("activation_solve", &solve_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("budget_bytes"));
-  m.def("activation_timeline", &ask_plain<Timeline, timeline_of>, py::arg("values"), py::arg("ops"), py::arg("uses"),
-        py::arg("policy"));
-  m.def("activation_simulate", &ask_plain<Outcome, simulate>, py::arg("values"), py::arg("ops"), py::arg("uses"),
-        py::arg("policy"));
+  m.def("activation_simulate", &simulate_plain, py::arg("values"), py::arg("ops"), py::arg("uses"), py::arg("policy"),
+        py::arg("timeline") = false);
 }
 
 }  // namespace drivetrain::budget

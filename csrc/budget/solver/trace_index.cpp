@@ -67,6 +67,7 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   std::vector<int32_t> last_reader(count, -1);
   takes_over.assign(count, 0);
   can_recompute.assign(count, 0);
+  reads.resize(num_ops());
   for (int32_t op = 0; op < num_ops(); ++op) {
     bool has_all_reads = true;
     for (int32_t value : trace.ops[op].reads) {
@@ -77,17 +78,14 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
       }
       if (is_external(value) || last_reader[value] == op) continue;
       last_reader[value] = op;
-      reads.add(value);
+      reads[op].push_back(value);
       has_all_reads = has_all_reads && (trace.values[value].can_save || can_recompute[value]);
     }
-    reads.end_list();
     for (int32_t value : trace.ops[op].writes) {
-      writes.add(value);
       const int32_t replaced = trace.values[value].replaces;
       takes_over[value] = replaced >= 0 && last_reader[replaced] == op;
       can_recompute[value] = trace.values[value].can_recompute && has_all_reads;
     }
-    writes.end_list();
   }
 
   num_releases.assign(count, 0);
@@ -108,7 +106,7 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   may_be_needed = is_taken;
   may_be_replayed.assign(num_ops(), 0);
   for (int32_t op = num_ops() - 1; op >= 0; --op) {
-    for (int32_t value : writes[op]) {
+    for (int32_t value : trace.ops[op].writes) {
       if (may_be_needed[value] && can_recompute[value]) may_be_replayed[op] = 1;
     }
     if (!may_be_replayed[op]) continue;

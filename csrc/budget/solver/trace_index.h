@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <vector>
 
 namespace drivetrain::budget {
@@ -46,20 +45,6 @@ struct Trace {
 constexpr int8_t kRecompute = -1, kSave = 0;
 using Policy = std::vector<int8_t>;  // per value; entries of values that the step never needs have no effect
 
-// Stores lists of indices one after another.
-class IndexLists {
- public:
-  void add(int32_t index) { indices_.push_back(index); }
-  void end_list() { ends_.push_back(static_cast<int32_t>(indices_.size())); }
-  std::span<const int32_t> operator[](size_t list) const {
-    return {indices_.data() + ends_[list], indices_.data() + ends_[list + 1]};
-  }
-
- private:
-  std::vector<int32_t> indices_;
-  std::vector<int32_t> ends_ = {0};
-};
-
 // The trace must outlive this object.
 struct TraceIndex {
   // Throws UserError if the trace contradicts itself.
@@ -74,10 +59,10 @@ struct TraceIndex {
   }
 
   const Trace& trace;
-  std::vector<int32_t> writer;        // per value; -1: external
-  IndexLists reads, writes;           // per operation; each value once, external ones excluded
-  std::vector<int32_t> num_releases;  // per value
-  std::vector<uint8_t> is_taken;      // per value
+  std::vector<int32_t> writer;              // per value; -1: external
+  std::vector<std::vector<int32_t>> reads;  // per operation; each value once, external ones excluded
+  std::vector<int32_t> num_releases;        // per value
+  std::vector<uint8_t> is_taken;            // per value
   std::vector<uint8_t> takes_over;  // per value: its operation reads the value that it replaces, which is not external
   std::vector<uint8_t> can_recompute;    // per value: the trace allows it, and all that its operation reads can be had
   std::vector<uint8_t> may_be_needed;    // per value: taken, or read by an operation that may be replayed

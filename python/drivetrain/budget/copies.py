@@ -152,7 +152,7 @@ def copies_of(
 
     Args:
         policy: The save/recompute policy of the solver: per value -1 (recompute), 0 (keep), or n for its n-th format.
-        peak_bytes: The result of `_C.activation_timeline` for this policy.
+        peak_bytes: The "peaks" of `_C.activation_simulate` for this policy.
         brought_back_at: Another result of it: per value, the use at which it is back on the device, or -1.
         budget_bytes: The budget of the plan.
         link: The measured link.

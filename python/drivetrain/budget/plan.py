@@ -178,8 +178,8 @@ def _with_copies(trace: Trace, budget_bytes: int, link: HostLink, price: float) 
         return 2 * link.copy_seconds + price * share * copying
 
     choice = _solved(trace, budget_bytes, cost_of)
-    timeline = _C.activation_timeline(*trace.for_solver(cost_of), choice.policy)
-    copies = copies_of(trace, choice.policy, timeline["peak_bytes"], timeline["restored_at"], budget_bytes, link)
+    timeline = _C.activation_simulate(*trace.for_solver(cost_of), choice.policy, timeline=True)
+    copies = copies_of(trace, choice.policy, timeline["peaks"], timeline["restored_at"], budget_bytes, link)
     priced = sum(
         cost_of(begin + i, host, 0.0)
         for begin, one in trace.passes_at()

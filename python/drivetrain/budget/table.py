@@ -174,7 +174,7 @@ def allocated_peak(model: nn.Module, trace: Trace, policy: list[int]) -> int:
         trace: The traced step.
         policy: Per value, as `_C.activation_solve` returns it.
     """
-    kept = _C.activation_timeline(*trace.for_solver(), policy)["peak_bytes"]
+    kept = _C.activation_simulate(*trace.for_solver(), policy, timeline=True)["peaks"]
     modules = dict(model.named_modules())
     saved_by: dict[int, list[tuple[int, int]]] = defaultdict(list)  # per value: gradients' bytes, and a module
     for begin, one in trace.passes_at():

@@ -426,7 +426,7 @@ class ActivationProfileEnded(BaseException): ...
 def activation_recorder_key() -> str: ...
 
 _PlannedOp: TypeAlias = tuple[
-    str, Sequence[int], bool, int, bool, Sequence[bool], Sequence[Sequence[tuple[int, int]]], str, Sequence[int], int
+    str, Sequence[int], bool, int, Sequence[Sequence[tuple[int, int]]], str, Sequence[int], int
 ]
 
 class ActivationRecorder:

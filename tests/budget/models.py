@@ -332,13 +332,6 @@ def gradients(model: nn.Module, step: Step) -> dict[str, Tensor]:
     return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
-def ask_all_hooks(plan: drivetrain.budget.ActivationPlan) -> None:
-    """Makes the recorder hook all saved tensors from here on."""
-    plan._recorder.set_plans(
-        [[op._replace(needs_no_hooks=False, unhooked=()) for op in one] for one in plan._chosen.tape_plans(plan._trace)]
-    )
-
-
 def masks_and_more() -> tuple[nn.Module, Tensor, Step]:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Dropout(0.3), nn.Softplus())]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from models import Gpt, Step, ask_all_hooks, assert_same_bits, gradients
+from models import Gpt, Step, assert_same_bits, gradients
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -84,54 +84,12 @@ def test_bytes_whoever_gives_back_first(way: str) -> None:
         y.square().sum().backward()
 
     plan = drivetrain.activation_budget(model, step, "200%")
-    live = []
-    for hooked in (False, True):
-        if hooked:
-            ask_all_hooks(plan)
-        other, y = model(x)
-        both = plan.live_bytes
-        other.backward()
-        del other
-        live.append((both, plan.live_bytes))
-        y.square().sum().backward()
-        assert plan.live_bytes == 0
-        del y
-    assert live[0] == live[1]
-    assert live[0][1] >= 6 * x.nbytes
-
-
-def test_another_graph_by_the_same_names_is_counted() -> None:
-    """Saved tensors depend on which tensors require gradients and on the arguments of an operation."""
-    torch.manual_seed(0)
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(64))
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
-            self.uses_first = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            first = x = x + self.scale
-            for layer in self.layers:
-                x = layer(x)
-                x = x * (first if self.uses_first else x)
-            return x
-
-    for change in ("weights", "tensors"):
-        model, x = Scaled(), torch.randn(32, 64)
-        model.layers.requires_grad_(change == "tensors")
-        plan = drivetrain.activation_budget(model, lambda: model(x).square().sum().backward(), "200%")  # noqa: B023
-        model.layers.requires_grad_(True)
-        model.uses_first = change == "tensors"
-        y = model(x)
-        unhooked = plan.live_bytes
-        del y
-        ask_all_hooks(plan)
-        y = model(x)
-        assert unhooked == plan.live_bytes
-        del y
-        plan.remove()
+    other, y = model(x)
+    other.backward()
+    del other
+    assert plan.live_bytes >= 6 * x.nbytes
+    y.square().sum().backward()
+    assert plan.live_bytes == 0
 
 
 def test_results_that_the_script_keeps_are_no_passes_that_wait() -> None:

@@ -57,7 +57,7 @@ Profile::Profile(Tape& tape, ValueStore& store, Replay& replay, const ReadChecks
       checks_(checks),
       tracker_(std::move(tracker)),
       unrepeatable_(std::move(unrepeatable)),
-      begin_(tracker_->num_uses()),
+      begin_(tracker_->counts().num_uses),
       parts_(tape, store, kFirstPart) {
   replay.set_observer([this](int32_t op, DeviceTimer timer, const std::vector<at::Tensor>& results) {
     note_replay(op, std::move(timer), results);

@@ -47,10 +47,7 @@ RecordedPass::RecordedPass(std::shared_ptr<MemoryTracker> tracker, std::shared_p
                    : nullptr),
       recording_(tape_, store_, profile_.get(), compares_checksums ? &checks_ : nullptr, tracker_) {}
 
-RecordedPass::~RecordedPass() {
-  store_.let_go_all();
-  tracker_->close(tape_);
-}
+RecordedPass::~RecordedPass() { store_.let_go_all(); }
 
 std::shared_ptr<SavedTensor> RecordedPass::save(const at::Tensor& tensor) {
   auto saved = std::make_shared<SavedTensor>(shared_from_this());

@@ -97,7 +97,7 @@ void Recorder::leave(const Entry& entry, bool is_complete) {
 }
 
 void Recorder::warn_if_exceeded() {
-  const int64_t kept = tracker_->exceeding_bytes();
+  const int64_t kept = tracker_->counts().exceeding_bytes;
   if (kept == 0 || has_warned_) return;
   has_warned_ = true;
   const auto megabytes = [](int64_t bytes) { return text(static_cast<double>(bytes / 10'000) / 100, " MB"); };

@@ -21,18 +21,15 @@ namespace drivetrain::budget {
 namespace {
 
 // The fields of PlannedOp, in the order in which `python/drivetrain/budget/plan.py` names them.
-using PlainPlannedOp = std::tuple<std::string, std::vector<int8_t>, bool, uint64_t, bool, std::vector<bool>,
+using PlainPlannedOp = std::tuple<std::string, std::vector<int8_t>, bool, uint64_t,
                                   std::vector<std::vector<PlannedWrite>>, std::string, std::vector<int32_t>, int64_t>;
 
 std::vector<TapePlan> plans_of(const std::vector<std::vector<PlainPlannedOp>>& plans) {
   std::vector<TapePlan> made;
   for (const auto& plan : plans) {
     std::vector<PlannedOp>& ops = made.emplace_back().ops;
-    for (const auto& [name, formats, is_replayed, arguments, needs_no_hooks, unhooked, prefetches, module, numbers,
-                      most] : plan) {
-      ops.push_back(
-          {name, formats, is_replayed, arguments, needs_no_hooks, unhooked, prefetches, module, numbers, most});
-      ops.back().unhooked.resize(formats.size());
+    for (const auto& [name, formats, is_replayed, arguments, prefetches, module, numbers, most] : plan) {
+      ops.push_back({name, formats, is_replayed, arguments, prefetches, module, numbers, most});
       ops.back().numbers.resize(formats.size());
     }
   }
@@ -68,6 +65,9 @@ py::dict plain_trace(const Profile& profile) {
 
 void register_recorder(py::module_& m) {
   m.attr("ActivationProfileEnded") = py::handle(profile_ended());
+  const auto count = [](auto Counts::* field) {
+    return [field](Recorder& recorder) { return recorder.tracker().counts().*field; };
+  };
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "ActivationRecorder")
       .def(py::init([](bool is_profile) { return std::make_shared<Recorder>(is_profile); }),
            py::arg("is_profile") = false)
@@ -101,11 +101,11 @@ void register_recorder(py::module_& m) {
            })
       .def("reset", &Recorder::reset)
       .def("seconds_by_op", &Recorder::seconds_by_op)
-      .def_property_readonly("live_bytes", [](Recorder& recorder) { return recorder.tracker().live_bytes(); })
-      .def_property_readonly("peak_bytes", [](Recorder& recorder) { return recorder.tracker().peak_bytes(); })
-      .def_property_readonly("exceeding_bytes", [](Recorder& recorder) { return recorder.tracker().exceeding_bytes(); })
-      .def_property_readonly("num_replayed", [](Recorder& recorder) { return recorder.tracker().num_replayed(); })
-      .def_property_readonly("replay_seconds", [](Recorder& recorder) { return recorder.tracker().replay_seconds(); })
+      .def_property_readonly("live_bytes", count(&Counts::live_bytes))
+      .def_property_readonly("peak_bytes", count(&Counts::peak_bytes))
+      .def_property_readonly("exceeding_bytes", count(&Counts::exceeding_bytes))
+      .def_property_readonly("num_replayed", count(&Counts::num_replayed))
+      .def_property_readonly("replay_seconds", count(&Counts::replay_seconds))
       .def_property_readonly("divergence", &Recorder::divergence);
   register_calls(m);
   m.def("activation_recorder_key", [] { return std::string(c10::toString(kRecorderKey)); });

@@ -1,7 +1,6 @@
 // Records operations, their arguments and their results; see recording.h.
 #include "budget/recorder/recording.h"
 
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -20,20 +19,6 @@ bool is_computed(const at::Tensor& tensor) { return (tensor.is_view() ? tensor._
 constexpr int64_t kParts = 6;     // of the budget
 constexpr int32_t kRejoined = 8;  // operations as planned in a row, after which a pass is on its plan again
 
-size_t num_hooks() { return at::SavedTensorDefaultHooks::get_tls_state().stack.size(); }
-
-// Lets autograd save tensors without calling hooks as long as the object lives.
-class NoHooksGuard {
- public:
-  NoHooksGuard() : before_(at::SavedTensorDefaultHooks::set_tracing(true)) {}
-  ~NoHooksGuard() { at::SavedTensorDefaultHooks::set_tracing(before_); }
-  NoHooksGuard(const NoHooksGuard&) = delete;
-  NoHooksGuard& operator=(const NoHooksGuard&) = delete;
-
- private:
-  const bool before_;
-};
-
 }  // namespace
 
 Recording::Recording(Tape& tape, ValueStore& store, Profile* profile, const ReadChecks* checks,
@@ -43,7 +28,6 @@ Recording::Recording(Tape& tape, ValueStore& store, Profile* profile, const Read
       profile_(profile),
       checks_(checks),
       tracker_(std::move(tracker)),
-      num_hooks_(num_hooks() + 1),
       cursor_(tape.plan.get()) {
   if (!tape_.plan) return;
   tape_.op_of_planned.assign(tape_.plan->ops.size(), -1);
@@ -167,9 +151,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
     }
   }
   op.arguments = arguments_;
-  // Hooks that were pushed inside of this pass must be called.
-  const bool is_unhooked = is_as_planned(op) && planned->needs_no_hooks && num_hooks() == num_hooks_ && !detour_;
-  run(handle, keys, stack, is_unhooked);
+  run(handle, keys, stack);
   for (const at::Tensor& tensor : communicated) {
     const int32_t value = is_plain(tensor) ? value_of(tensor, false) : -1;
     if (value >= 0) add_unseen_write(value, tensor);
@@ -191,15 +173,12 @@ void Recording::forget_running_op() {
   unresolved_.clear();
 }
 
-void Recording::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
-                    bool is_unhooked) {
+void Recording::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   struct Running {
     explicit Running(Recording& recording) : recording(recording) { recording.is_running_ = true; }
     ~Running() { recording.is_running_ = false; }
     Recording& recording;
   } const running(*this);
-  std::optional<NoHooksGuard> no_hooks;
-  if (is_unhooked) no_hooks.emplace();
   try {
     op.redispatchBoxed(keys & kBelowRecorder, stack);
   } catch (...) {
@@ -241,7 +220,6 @@ void Recording::record_results(RecordedOp op, bool can_recompute, torch::jit::St
     const bool profile_needs_it =
         profile_ != nullptr && !value.is_replayable && !value.is_uninitialized && !value.has_independent_versions;
     if (value.format >= kUnchanged || profile_needs_it) store_.store(which, made[i]);
-    if (value.is_unhooked) store_.count_unhooked(which, made[i]);
   }
 }
 
@@ -326,7 +304,6 @@ void Recording::apply_plan(int32_t index) {
     // A loop that repeats more often would otherwise store more each time.
     const bool is_kept = format >= kUnchanged && format != kOnHost;
     value.format = detour_ && is_kept && value.is_replayable && !has_room_for(value) ? kUnplanned : format;
-    value.is_unhooked = planned.unhooked[i] && !detour_;
     if (value.format >= kUnchanged && num_as_planned_ >= kRejoined) {
       unplanned_bytes_ -= std::min(unplanned_bytes_, value.bytes);  // replays of these end at it
     }

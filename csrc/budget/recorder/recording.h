@@ -83,7 +83,7 @@ class Recording {
                      bool may_be_replayed);
   void note_reads_in_profile(const RecordedOp& op);
   void note_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack, bool is_view);
-  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool is_unhooked);
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
   void forget_running_op();
   void record_results(RecordedOp op, bool can_recompute, torch::jit::Stack* stack);
   std::vector<at::Tensor> add_results(RecordedOp& op, bool can_recompute, const torch::jit::Stack& stack);
@@ -97,7 +97,6 @@ class Recording {
   Profile* const profile_;
   const ReadChecks* const checks_;
   const std::shared_ptr<MemoryTracker> tracker_;
-  const size_t num_hooks_;  // on this thread's stack during the pass, including the hooks of the pass
   ska::flat_hash_map<const c10::StorageImpl*, KnownStorage> known_;
   PlanCursor cursor_;
   std::string divergence_;

@@ -45,8 +45,6 @@ struct PlannedOp {
   std::vector<int8_t> formats;  // StorageFormat per value that it writes
   bool is_replayed;             // backward calls it again, so its arguments must be recorded
   uint64_t arguments;           // as RecordedOp::arguments
-  bool needs_no_hooks;          // autograd saves only unchanged values in it, if it has these arguments
-  std::vector<bool> unhooked;   // per value that it writes: whether an operation without hooks saves it
   // Per value that it writes: the offloaded values whose copy back starts once backward has taken that value.
   std::vector<std::vector<PlannedWrite>> prefetches;
   std::string module;            // the name of the module that calls it, for error messages
@@ -91,7 +89,6 @@ struct Value {
   bool has_independent_versions = false;  // its views count writes separately, so its version says nothing
   bool is_recomputed = false;             // `held` is not the memory of the forward pass
   bool is_read = false;                   // by an operation that is no view
-  bool is_unhooked = false;               // autograd keeps it without our hooks
   int32_t number = 0;                     // in the profiled pass; unique where that had no such value
   int32_t replaces = -1;
   int32_t num_saved = 0;

@@ -48,7 +48,7 @@ void ValueStore::hold(int32_t index, const at::Tensor& tensor) {
   if (value.held.defined()) return;
   value.held = alias_of(tensor);
   value.held_version = tensor._version();
-  value.held_bytes = value.is_unhooked ? 0 : value.bytes;
+  value.held_bytes = value.bytes;
   count(value.held_bytes);
 }
 
@@ -86,13 +86,6 @@ void ValueStore::restore(int32_t index) {
   }
 }
 
-void ValueStore::count_unhooked(int32_t index, const at::Tensor& tensor) {
-  Value& value = tape_.values[index];
-  count(-std::exchange(value.held_bytes, 0));
-  bytes_ += value.bytes;
-  tracker_->add_unhooked(tape_, tensor.storage().getWeakStorageImpl(), value.bytes);
-}
-
 void ValueStore::await_copy_out(int32_t index) const {
   const std::optional<Offloaded>& offloaded = tape_.values[index].offloaded;
   if (offloaded) offloaded->await_copy_out();
@@ -115,7 +108,7 @@ void ValueStore::prefetch_planned_at(int32_t index) {
 void ValueStore::prefetch(int32_t index) {
   Value& value = tape_.values[index];
   if (!value.offloaded || value.held_bytes > 0) return;
-  if (tracker_->live_bytes() + value.bytes > formats_->budget_bytes) return;
+  if (tracker_->counts().live_bytes + value.bytes > formats_->budget_bytes) return;
   value.offloaded->prefetch();
   value.held_bytes = value.bytes;
   count(value.held_bytes);

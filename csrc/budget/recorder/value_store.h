@@ -27,9 +27,6 @@ class ValueStore {
   // Converts a stored value back, so that it is held unchanged.
   void restore(int32_t value);
 
-  // Counts a value that autograd keeps without our hooks until its storage is freed.
-  void count_unhooked(int32_t value, const at::Tensor& tensor);
-
   // Makes the current stream wait until the copy of an offloaded value to the host has read its memory.
   void await_copy_out(int32_t value) const;
 
@@ -39,7 +36,7 @@ class ValueStore {
   void prefetch_before(int32_t value);
 
   const StorageFormats& formats() const { return *formats_; }
-  // Returns the bytes that are stored now, and those that autograd keeps without our hooks.
+  // Returns the bytes that are stored now.
   int64_t bytes() const { return bytes_; }
 
  private:

@@ -24,8 +24,6 @@ class PlannedOp(NamedTuple):
     forms: Sequence[int]  # per output: RECOMPUTE, SAVE, UNPLANNED or a storage format
     is_replayed: bool
     arguments: int = 0  # a hash of the tensors it is given
-    needs_no_hooks: bool = False  # autograd saves only unchanged tensors in it
-    unhooked: Sequence[bool] = ()  # per output: such an operation saves it; empty: none
     # Per output: the offloaded values (operation, result) whose copies back start when backward takes the output.
     prefetches: Sequence[Sequence[tuple[int, int]]] = ()
     module: str = ""  # in which it is called, for errors
@@ -69,10 +67,7 @@ class ChosenPolicy:
                     stored_as[value] = one.values[value].formats[choice - 1].storage_format
                 else:
                     stored_as[value] = SAVE if begin + value in sources else UNPLANNED
-            as_they_are = {value for value, choice in stored_as.items() if choice in (SAVE, UNPLANNED)}
             made_by = {write: (op, i) for op, made in enumerate(one.ops) for i, write in enumerate(made.writes)}
-            saved = trace.saves_without_hooks(begin, one, as_they_are)
-            unhooked = set().union(*saved.values())
             kept = itertools.accumulate(
                 sum(_kept_bytes(one.values[write], stored_as[write]) for write in op.writes if begin + write in needed)
                 for op in one.ops
@@ -84,8 +79,6 @@ class ChosenPolicy:
                         [stored_as[write] for write in op.writes],
                         index in replayed[which],
                         one.arguments[index],
-                        index in saved,
-                        [write in unhooked for write in op.writes],
                         [
                             [made_by[value - begin] for value in started_by.get(begin + write, ())]
                             for write in op.writes

@@ -32,7 +32,6 @@ RECOMPUTE, SAVE = -1, 0
 # The storage formats of values besides the unchanged one: their names for users, and their numbers in the recorder.
 STORAGE_FORMATS = {"bits": 1, "bfloat16": 2, "int8": 3, "host": 4}
 _MOST_RUNS = 16  # of a profiled step
-_INPUT = -1  # instead of a value: a tensor that existed before the pass
 
 
 class FormatCost(NamedTuple):
@@ -128,33 +127,6 @@ class Trace:
         """Returns whether any value was measured in that format."""
         costs = (cost for one in self.passes for value in one.values for cost in value.formats)
         return any(cost.storage_format == storage_format for cost in costs)
-
-    def saves_without_hooks(self, begin: int, one: Pass, unchanged: set[int]) -> dict[int, set[int]]:
-        """Finds the operations of a pass during which autograd needs no hooks, and the values that it saves in each.
-
-        These operations save only values that are stored unchanged, and tensors that existed before. Excluded are:
-        - operations that save the value which autograd frees last. The hooks of one saved tensor must keep the tape
-          alive, and show that the pass waits for its backward.
-        - operations that are not torch's own, because other hooks may be pushed within them.
-
-        Args:
-            begin: The number of the first value of the pass.
-            one: The pass.
-            unchanged: The values of the pass that are stored unchanged.
-        """
-        freed = (use.value - begin for use in reversed(self.uses) if use.is_release)
-        last = next((value for value in freed if 0 <= value < len(one.values)), None)
-        if last is None:
-            return {}
-        saved: dict[int, set[int]] = {}
-        for save in one.saves:
-            saved.setdefault(save.op, set()).add(save.value)
-        unhooked = unchanged - {last} | {_INPUT}
-        return {
-            op: values - {_INPUT}
-            for op, values in saved.items()
-            if values <= unhooked and op < len(one.ops) and one.ops[op].name.startswith("aten::")
-        }
 
     def for_solver(
         self, seconds_of: Callable[[int, int, float], float] | None = None

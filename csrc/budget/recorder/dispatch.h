@@ -1,4 +1,4 @@
-// Declares how a thread starts and ends handing its operations to a recorded pass.
+// Declares how a thread starts and ends handing its operations and its saved tensors to a recorded pass.
 #pragma once
 
 #include <Python.h>
@@ -9,15 +9,17 @@
 
 namespace drivetrain::budget {
 
-// Lets operators whose calls never need recording bypass the recorder. Called once per process.
-void register_fallthroughs();
+// Returns the pass that the calling thread records; null: none.
+RecordedPass* recorded_pass();
 
-// Starts to record this thread's operations in the pass, whose hooks have been pushed; `pack` is its pack hook. The GIL
-// must be held, here and below.
-void begin_recording(const std::shared_ptr<RecordedPass>& pass, PyObject* pack);
+// Starts to record this thread's operations in the pass, and pushes its saved-tensor hooks. Throws inside of torch.func
+// transforms that allow no hooks. The GIL must be held, here and below.
+void begin_recording(const std::shared_ptr<RecordedPass>& pass);
 // Stops recording this thread's operations. Returns the pass that was recorded; null: none.
 std::shared_ptr<RecordedPass> end_recording();
-// Returns whether begin_recording() was called for this pass on this thread, and has not been undone.
-bool is_recording(const std::shared_ptr<RecordedPass>& pass);
+
+// Returns the type of the exception with which a frugal profile ends a step when its backward begins. It derives from
+// BaseException, so that handlers of the training step let it pass.
+PyObject* profile_ended();
 
 }  // namespace drivetrain::budget

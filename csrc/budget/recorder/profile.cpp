@@ -49,20 +49,12 @@ bool is_workspace(const RecordedOp& op, const at::Tensor& result) {
 
 }  // namespace
 
-Profile::Profile(Tape& tape, ValueStore& store, Replay& replay, const ReadChecks& checks,
-                 std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<KindsOfOps> unrepeatable)
+Profile::Profile(Tape& tape, ValueStore& store, const ReadChecks& checks)
     : tape_(tape),
       store_(store),
-      replay_(replay),
       checks_(checks),
-      tracker_(std::move(tracker)),
-      unrepeatable_(std::move(unrepeatable)),
-      begin_(tracker_->counts().num_uses),
-      parts_(tape, store, kFirstPart) {
-  replay.set_observer([this](int32_t op, DeviceTimer timer, const std::vector<at::Tensor>& results) {
-    note_replay(op, std::move(timer), results);
-  });
-}
+      begin_(tape.shared->tracker.counts().num_uses),
+      parts_(tape, store, kFirstPart) {}
 
 void Profile::fill_with_garbage(const at::Tensor& tensor) {
   constexpr uint8_t kGarbage = 0xFF;  // NaN in every floating-point dtype
@@ -75,7 +67,7 @@ void Profile::fill_with_garbage(const at::Tensor& tensor) {
 
 bool Profile::repeats(RecordedOp& op, int32_t index, const std::vector<at::Tensor>& made, const Memory& memory) {
   op.kind = kind_of(op);
-  if (unrepeatable_->count(op.kind) != 0 || op.has_changed_inputs()) return false;
+  if (tape_.shared->unrepeatable.count(op.kind) != 0 || op.has_changed_inputs()) return false;
   const recompute::RandomStates states = recompute::RandomStates::now();
   const recompute::RandomStatesGuard random_states(&states);
   std::optional<DeviceTimer> timer;
@@ -84,7 +76,7 @@ bool Profile::repeats(RecordedOp& op, int32_t index, const std::vector<at::Tenso
     return ref.value < 0 ? checks_.existing(ref) : view_of(memory.at(ref.value), ref);
   };
   try {
-    results = replay_.call(op, tensor_of, &timer);
+    results = op.call(tensor_of, &timer);
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error&) {
@@ -125,7 +117,7 @@ void Profile::note_replay(int32_t index, DeviceTimer timer, const std::vector<at
     if (is_workspace(op, results[k])) continue;
     if (*tape_.values[value].hash == hash_of_storage(results[k])) continue;
     has_failed_ = true;
-    unrepeatable_->insert(op.kind);
+    tape_.shared->unrepeatable.insert(op.kind);
   }
 }
 
@@ -133,7 +125,7 @@ void Profile::note_changed_inputs() {
   for (const RecordedOp& op : tape_.ops) {
     if (!op.has_changed_inputs()) continue;
     has_failed_ = true;
-    unrepeatable_->insert(op.kind);
+    tape_.shared->unrepeatable.insert(op.kind);
   }
 }
 
@@ -142,13 +134,13 @@ void Profile::measure_formats(int32_t index) {
   if (std::exchange(value.has_format_costs, true)) return;
   if (value.is_overwritten || value.has_independent_versions || !value.can_recompute || value.is_uninitialized) return;
   const at::Tensor& tensor = value.held;
-  const StorageFormats& formats = store_.formats();
-  for (const int8_t format : formats.tried) {
+  const std::shared_ptr<saved_tensors::HostPool>& pool = tape_.shared->pool;
+  for (const int8_t format : tape_.shared->tried_formats) {
     DeviceTimer timer(tensor.device());
     int64_t bytes = 0;
     if (format == kOnHost) {
-      if (!formats.pool || value.bytes < kSmallestOffload) continue;
-      saved_tensors::Offloaded::begin(formats.pool, bytes_of(tensor)).take();
+      if (!pool || value.bytes < kSmallestOffload) continue;
+      saved_tensors::Offloaded::begin(pool, bytes_of(tensor)).take();
     } else {
       const saved_tensors::Packing packing = packing_of(format);
       if (!saved_tensors::is_packable(tensor.scalar_type(), packing) || value.bytes % tensor.itemsize() != 0) continue;
@@ -158,7 +150,7 @@ void Profile::measure_formats(int32_t index) {
       saved_tensors::unpack(*packed);
     }
     timer.stop();
-    if (bytes < value.bytes) value.format_costs.push_back({format, bytes, timer.seconds()});
+    if (bytes < value.bytes) value.format_costs.emplace_back(format, bytes, timer.seconds());
   }
 }
 
@@ -168,8 +160,8 @@ std::vector<ValueTrace> Profile::value_traces() const {
   std::vector<ValueTrace> traces;
   for (const Value& value : tape_.values) {
     // An overwritten value that cannot be recomputed is copied before the write, so it can be kept.
-    traces.push_back({value.bytes, !value.is_overwritten || !value.can_recompute, value.can_recompute, value.replaces,
-                      value.format_costs});
+    traces.emplace_back(value.bytes, !value.is_overwritten || !value.can_recompute, value.can_recompute, value.replaces,
+                        value.format_costs);
   }
   return traces;
 }
@@ -193,9 +185,15 @@ std::vector<OpTrace> Profile::op_traces() const {
     const auto found = seconds_of.find(op.kind);
     std::optional<double> seconds;
     if (found != seconds_of.end()) seconds = found->second[found->second.size() / 2];
-    traces.push_back({op.traits->name, op.module, seconds, op.reads, writes, op.arguments});
+    traces.emplace_back(op.traits->name, op.module, seconds, op.reads, writes);
   }
   return traces;
+}
+
+std::vector<uint64_t> Profile::arguments() const {
+  std::vector<uint64_t> hashes;
+  for (const RecordedOp& op : tape_.ops) hashes.push_back(op.arguments);
+  return hashes;
 }
 
 }  // namespace drivetrain::budget

@@ -75,7 +75,7 @@ std::string ReadChecks::name_of(const RecordedOp& op, const TensorRef& ref) cons
                ? text("a tensor of ", shape, " that no recorded operation made")
                : text("the result of ", tape_.ops[made_by].traits->name, tape_.module_of(made_by), " (", shape, ")");
   }
-  const std::string owner = model_ ? recompute::owner_in(*model_, ref.direct) : "";
+  const std::string owner = tape_.shared->model ? recompute::owner_in(*tape_.shared->model, ref.direct) : "";
   if (!owner.empty()) return text(owner, " (", shape, ")");
   return text("a tensor of ", shape, " that the model was given (argument '",
               op.handle.schema().arguments()[ref.arg].name(), "')");

@@ -14,7 +14,7 @@ namespace drivetrain::budget {
 // All errors are torch.utils.checkpoint.CheckpointError.
 class ReadChecks {
  public:
-  ReadChecks(const Tape& tape, WeakModule model) : tape_(tape), model_(std::move(model)) {}
+  explicit ReadChecks(const Tape& tape) : tape_(tape) {}
 
   // Returns a tensor that existed before the pass, if it has neither been freed nor been written in place since.
   at::Tensor existing(const TensorRef& ref) const;
@@ -32,7 +32,6 @@ class ReadChecks {
   std::string name_of(const RecordedOp& op, const TensorRef& ref) const;
 
   const Tape& tape_;
-  const WeakModule model_;
 };
 
 }  // namespace drivetrain::budget

@@ -5,12 +5,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 #include "base/check.h"
 #include "budget/recorder/dispatch.h"
-#include "budget/recorder/saved_tensor_hooks.h"
 
 namespace drivetrain::budget {
 namespace {
@@ -21,14 +19,6 @@ constexpr int64_t kFirstChecked = 8;
 constexpr int64_t kCheckedEvery = 31;
 
 }  // namespace
-
-Recorder::Recorder(bool is_profile)
-    : tracker_(std::make_shared<MemoryTracker>()),
-      formats_(std::make_shared<StorageFormats>()),
-      unrepeatable_(is_profile ? std::make_shared<KindsOfOps>() : nullptr) {
-  static std::once_flag once;
-  std::call_once(once, &register_fallthroughs);
-}
 
 Recorder::~Recorder() { stop(); }
 
@@ -52,20 +42,20 @@ std::vector<std::vector<double>> Recorder::seconds_by_op() const {
 }
 
 void Recorder::reset() {
-  tracker_->reset();
+  shared_->tracker.reset();
   for (const auto& plan : plans_) {
     plan->seconds.assign(plan->ops.size(), 0);
     plan->num_passes = 0;
   }
 }
 
-bool Recorder::is_on_this_thread() const { return pass_ && RecordedPass::current() == pass_.get(); }
+bool Recorder::is_on_this_thread() const { return pass_ && recorded_pass() == pass_.get(); }
 
 Recorder::Entry Recorder::enter() {
   if (is_on_this_thread()) return {EntryKind::kInside, nullptr};
   if (pass_ && !pass_->is_closed()) return {EntryKind::kRefused, nullptr};
-  if (RecordedPass::current() != nullptr) {
-    if (!RecordedPass::current()->is_closed()) return {EntryKind::kInside, nullptr};
+  if (recorded_pass() != nullptr) {
+    if (!recorded_pass()->is_closed()) return {EntryKind::kInside, nullptr};
     end_recording();
   }
   warn_if_exceeded();
@@ -75,29 +65,29 @@ Recorder::Entry Recorder::enter() {
       return !alive || !alive->is_in_use();
     });
   }
-  if (waiting_.empty()) tracker_->begin_step();
+  if (waiting_.empty()) shared_->tracker.begin_step();
   std::shared_ptr<TapePlan> plan;
   if (!plans_.empty()) plan = plans_[std::min(waiting_.size(), plans_.size() - 1)];
-  const bool compares_checksums = !unrepeatable_ && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
+  const bool compares_checksums =
+      !shared_->is_profile && (num_passes_ < kFirstChecked || num_passes_ % kCheckedEvery == 0);
   ++num_passes_;
-  const auto pass = std::make_shared<RecordedPass>(tracker_, plan, formats_, unrepeatable_, compares_checksums, model_);
-  PyObject* const pack = push_pass_hooks(pass);
-  tracker_->open(pass);
+  const auto pass = std::make_shared<RecordedPass>(shared_, plan, compares_checksums);
+  begin_recording(pass);
+  shared_->tracker.open(pass);
   pass_ = pass;
-  begin_recording(pass, pack);
   if (plan) ++plan->num_passes;
   return {EntryKind::kOutermost, pass};
 }
 
 void Recorder::leave(const Entry& entry, bool is_complete) {
-  if (entry.kind != EntryKind::kOutermost || !is_recording(entry.pass)) return;  // stop() may have ended it
+  if (entry.kind != EntryKind::kOutermost || recorded_pass() != entry.pass.get()) return;  // stop() may have ended it
   end_recording();
   end(entry.pass, is_complete);
   if (is_complete) warn_if_exceeded();
 }
 
 void Recorder::warn_if_exceeded() {
-  const int64_t kept = tracker_->counts().exceeding_bytes;
+  const int64_t kept = shared_->tracker.counts().exceeding_bytes;
   if (kept == 0 || has_warned_) return;
   has_warned_ = true;
   const auto megabytes = [](int64_t bytes) { return text(static_cast<double>(bytes / 10'000) / 100, " MB"); };
@@ -108,7 +98,7 @@ void Recorder::warn_if_exceeded() {
           : text("it took another path than the planned step: ", divergence_,
                  ". Plan on a batch that takes this path, or with a smaller budget.");
   const std::string warning = text("activation_budget: a step keeps ", megabytes(kept),
-                                   " for backward, above the budget of ", megabytes(formats_->budget_bytes), ": ", why);
+                                   " for backward, above the budget of ", megabytes(shared_->budget_bytes), ": ", why);
   if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw pybind11::error_already_set();
 }
 

@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "budget/recorder/memory_tracker.h"
-#include "budget/recorder/profile.h"
 #include "budget/recorder/recorded_pass.h"
 #include "budget/recorder/tape.h"
 
@@ -19,14 +17,11 @@ namespace drivetrain::budget {
 class Recorder {
  public:
   // is_profile: measures passes instead of following plans.
-  explicit Recorder(bool is_profile);
+  explicit Recorder(bool is_profile) : shared_(std::make_shared<Shared>(is_profile)) {}
   ~Recorder();
 
   // Sets the plans for passes. Plan i is for a pass that begins while i others wait for their backward.
   void set_plans(std::vector<TapePlan> plans);
-
-  // Sets a Python weak reference to the module whose passes are recorded, for error messages.
-  void set_model(WeakModule model) { model_ = std::move(model); }
 
   // Returns the mean seconds per pass since reset() that replaying takes, for each operation of each plan.
   std::vector<std::vector<double>> seconds_by_op() const;
@@ -56,8 +51,7 @@ class Recorder {
 
   // Returns the passes of this profile that were recorded since the last call.
   std::vector<std::shared_ptr<RecordedPass>> take_profiled();
-  MemoryTracker& tracker() { return *tracker_; }
-  StorageFormats& formats() { return *formats_; }
+  Shared& shared() { return *shared_; }
   // Describes where the last pass left its plan; empty: nowhere.
   const std::string& divergence() const { return divergence_; }
 
@@ -66,9 +60,7 @@ class Recorder {
   void warn_if_exceeded();
   void end(const std::shared_ptr<RecordedPass>& pass, bool is_complete);
 
-  const std::shared_ptr<MemoryTracker> tracker_;
-  const std::shared_ptr<StorageFormats> formats_;
-  const std::shared_ptr<KindsOfOps> unrepeatable_;  // of a profile; null: passes follow plans
+  const std::shared_ptr<Shared> shared_;
   std::vector<std::shared_ptr<TapePlan>> plans_;
   std::shared_ptr<RecordedPass> pass_;                // that is being recorded
   std::vector<std::weak_ptr<RecordedPass>> waiting_;  // for their backward
@@ -76,7 +68,6 @@ class Recorder {
   std::vector<std::shared_ptr<RecordedPass>> profiled_;
   std::string divergence_;
   bool has_warned_ = false;
-  WeakModule model_;
   int64_t num_passes_ = 0;  // under these plans
 };
 

@@ -12,8 +12,8 @@
 
 #include "budget/budget.h"
 #include "budget/recorder/call.h"
+#include "budget/recorder/dispatch.h"
 #include "budget/recorder/recorder.h"
-#include "budget/recorder/saved_tensor_hooks.h"
 
 namespace py = pybind11;
 
@@ -38,24 +38,12 @@ std::vector<TapePlan> plans_of(const std::vector<std::vector<PlainPlannedOp>>& p
 
 // Returns the trace of a pass as `python/drivetrain/budget/trace.py` names its fields.
 py::dict plain_trace(const Profile& profile) {
-  py::list values, ops, uses, saves, arguments;
-  for (const ValueTrace& value : profile.value_traces()) {
-    py::list formats;
-    for (const FormatCost& cost : value.formats) formats.append(py::make_tuple(cost.format, cost.bytes, cost.seconds));
-    values.append(py::make_tuple(value.bytes, value.can_keep, value.can_recompute, value.replaces, formats));
-  }
-  for (const OpTrace& op : profile.op_traces()) {
-    ops.append(py::make_tuple(op.name, op.module, op.seconds, op.reads, op.writes));
-    arguments.append(op.arguments);
-  }
-  for (const BackwardUse& use : profile.uses()) uses.append(py::make_tuple(use.value, use.is_release, use.order));
-  for (const AutogradSave& save : profile.saves()) saves.append(py::make_tuple(save.op, save.value));
   py::dict made;
-  made["saves"] = saves;
-  made["arguments"] = arguments;
-  made["values"] = values;
-  made["ops"] = ops;
-  made["uses"] = uses;
+  made["saves"] = profile.saves();
+  made["arguments"] = profile.arguments();
+  made["values"] = profile.value_traces();
+  made["ops"] = profile.op_traces();
+  made["uses"] = profile.uses();
   made["begin"] = profile.begin();
   made["has_failed"] = profile.has_failed();
   return made;
@@ -66,7 +54,7 @@ py::dict plain_trace(const Profile& profile) {
 void register_recorder(py::module_& m) {
   m.attr("ActivationProfileEnded") = py::handle(profile_ended());
   const auto count = [](auto Counts::* field) {
-    return [field](Recorder& recorder) { return recorder.tracker().counts().*field; };
+    return [field](Recorder& recorder) { return recorder.shared().tracker.counts().*field; };
   };
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "ActivationRecorder")
       .def(py::init([](bool is_profile) { return std::make_shared<Recorder>(is_profile); }),
@@ -80,17 +68,22 @@ void register_recorder(py::module_& m) {
       .def(
           "set_formats",
           [](Recorder& recorder, std::vector<int8_t> tried, std::shared_ptr<saved_tensors::HostPool> pool,
-             int64_t budget_bytes) { recorder.formats() = {std::move(tried), std::move(pool), budget_bytes}; },
+             int64_t budget_bytes) {
+            recorder.shared().tried_formats = std::move(tried);
+            recorder.shared().pool = std::move(pool);
+            recorder.shared().budget_bytes = budget_bytes;
+          },
           py::arg("tried"), py::arg("pool"), py::arg("budget_bytes"))
       .def(
-          "set_limit", [](Recorder& recorder, int64_t bytes) { recorder.tracker().set_limit(bytes); }, py::arg("bytes"))
+          "set_limit", [](Recorder& recorder, int64_t bytes) { recorder.shared().tracker.set_limit(bytes); },
+          py::arg("bytes"))
       .def("abandon", &Recorder::abandon)
       .def("stop", &Recorder::stop)
       .def(
           "set_model",
           [](Recorder& recorder, const py::object& model) {
-            recorder.set_model(
-                std::make_shared<const c10::SafePyObject>(py::weakref(model).release().ptr(), getPyInterpreter()));
+            recorder.shared().model =
+                std::make_shared<const c10::SafePyObject>(py::weakref(model).release().ptr(), getPyInterpreter());
           },
           py::arg("model"))
       .def("take_tapes",

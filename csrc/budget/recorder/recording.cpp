@@ -21,14 +21,8 @@ constexpr int32_t kRejoined = 8;  // operations as planned in a row, after which
 
 }  // namespace
 
-Recording::Recording(Tape& tape, ValueStore& store, Profile* profile, const ReadChecks* checks,
-                     std::shared_ptr<MemoryTracker> tracker)
-    : tape_(tape),
-      store_(store),
-      profile_(profile),
-      checks_(checks),
-      tracker_(std::move(tracker)),
-      cursor_(tape.plan.get()) {
+Recording::Recording(Tape& tape, ValueStore& store, Profile* profile, const ReadChecks* checks)
+    : tape_(tape), store_(store), profile_(profile), checks_(checks), cursor_(tape.plan.get()) {
   if (!tape_.plan) return;
   tape_.op_of_planned.assign(tape_.plan->ops.size(), -1);
   size_t num_values = 0;
@@ -336,7 +330,7 @@ bool Recording::is_as_planned(const RecordedOp& op) const {
 
 // Returns the bytes of a part of a pass that has left its plan. Larger parts leave less of the budget for what the plan
 // stores, and smaller ones have more inputs to hold.
-int64_t Recording::part_bytes() const { return store_.formats().budget_bytes / kParts; }
+int64_t Recording::part_bytes() const { return tape_.shared->budget_bytes / kParts; }
 
 // Returns whether a replayable value may be stored. A pass that has left its plan stores no more than the plan does up
 // to the same operation, and what the budget leaves.
@@ -387,7 +381,7 @@ void Recording::resolve(SavedTensor& saved, const at::Tensor& tensor) {
   const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
   describe(tensor, saved.ref);
   saved.ref.value = value_of(tensor, !is_parameter);
-  if (profile_ != nullptr) profile_->note_save({saving_op_, saved.ref.value});
+  if (profile_ != nullptr) profile_->note_save(saving_op_, saved.ref.value);
   if (saved.ref.value < 0) {
     saved.ref.direct = alias_of(tensor);
     return;

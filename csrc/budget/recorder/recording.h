@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "budget/recorder/memory_tracker.h"
 #include "budget/recorder/parts.h"
 #include "budget/recorder/plan_cursor.h"
 #include "budget/recorder/profile.h"
@@ -28,8 +27,7 @@ namespace drivetrain::budget {
 class Recording {
  public:
   // profile: null for a pass under a plan. checks: null if replays need not compare checksums of what they read.
-  Recording(Tape& tape, ValueStore& store, Profile* profile, const ReadChecks* checks,
-            std::shared_ptr<MemoryTracker> tracker);
+  Recording(Tape& tape, ValueStore& store, Profile* profile, const ReadChecks* checks);
 
   // Runs an operation and records it. `stack` has its arguments, and its results afterwards.
   void record(const c10::OperatorHandle& op, const OpTraits& traits, c10::DispatchKeySet keys,
@@ -96,7 +94,6 @@ class Recording {
   ValueStore& store_;
   Profile* const profile_;
   const ReadChecks* const checks_;
-  const std::shared_ptr<MemoryTracker> tracker_;
   ska::flat_hash_map<const c10::StorageImpl*, KnownStorage> known_;
   PlanCursor cursor_;
   std::string divergence_;

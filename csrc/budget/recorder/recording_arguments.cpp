@@ -55,7 +55,7 @@ void Recording::record_arguments(RecordedOp& op, const torch::jit::Stack& stack,
     if (ref.value >= 0) {
       if (traits.writes[ref.arg]) protect(ref.value);
     } else if (ref.direct.defined()) {
-      for (const auto& pass : tracker_->passes()) pass->preserve(ref.direct);
+      for (const auto& pass : tape_.shared->tracker.passes()) pass->preserve(ref.direct);
     }
   }
   if (may_be_replayed) record_ambient_state(op, stack);

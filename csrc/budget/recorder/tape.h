@@ -9,13 +9,18 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "budget/recorder/device_timer.h"
+#include "budget/recorder/memory_tracker.h"
 #include "budget/recorder/op_traits.h"
 #include "budget/recorder/tensor_ref.h"
 #include "recompute/ambient.h"
@@ -58,22 +63,20 @@ struct TapePlan {
   int64_t num_passes = 0;       // the number of passes recorded under this plan
 };
 
-// The storage formats available to all passes of a recorder.
-struct StorageFormats {
-  std::vector<int8_t> tried;                      // the formats that a profile measures
+// The state that all passes of a recorder share.
+struct Shared {
+  const bool is_profile;  // passes are measured, and follow no plan
+  MemoryTracker tracker;
+  std::vector<int8_t> tried_formats;              // that a profile measures
   std::shared_ptr<saved_tensors::HostPool> pool;  // holds the values of format kOnHost
   int64_t budget_bytes = INT64_MAX;               // prefetches start only while the live bytes stay below this limit
+  // A Python weak reference to the module whose passes are recorded, for error messages; null: none.
+  std::shared_ptr<const c10::SafePyObject> model;
+  std::set<uint64_t> unrepeatable;  // the RecordedOp::kind of operations that do not repeat their results
 };
 
-// A Python weak reference to the module whose passes are recorded, for error messages; null: none.
-using WeakModule = std::shared_ptr<const c10::SafePyObject>;
-
-// The size of a value in one storage format, and the seconds to convert it there and back.
-struct FormatCost {
-  int8_t format;
-  int64_t bytes;
-  double seconds;
-};
+// A number of a StorageFormat, the bytes of a value in it, and the seconds to convert the value there and back.
+using FormatCost = std::tuple<int8_t, int64_t, double>;
 
 // The contents of one storage at one time. An operation that writes in place makes a new value that replaces another.
 struct Value {
@@ -120,6 +123,10 @@ struct RecordedOp {
   bool has_changed_inputs() const;
   // Forgets the arguments, because it will not be called again.
   void forget_arguments();
+  // Calls it again with the tensor that `tensor_of` returns for each reference, and measures the time if there is a
+  // timer to set. Returns the tensors of its results, in the order of `writes`.
+  std::vector<at::Tensor> call(const std::function<at::Tensor(const TensorRef&)>& tensor_of,
+                               std::optional<DeviceTimer>* timer) const;
 
   const OpTraits* traits;
   c10::OperatorHandle handle;
@@ -139,11 +146,12 @@ struct RecordedOp {
   bool is_pending = false;  // backward may still ask for a value that only a replay of it provides
 };
 
-// The recorder's other classes work on this data: Recording writes it, Profile and Replay read it.
+// The recorder's other classes work on this data: Recording writes it, Profile and RecordedPass read it.
 struct Tape {
   // Returns " in 'blocks.0.mlp'", the module that calls an operation, or "" if the plan does not say.
   std::string module_of(int32_t op) const;
 
+  const std::shared_ptr<Shared> shared;
   const std::shared_ptr<TapePlan> plan;  // null: none
   std::vector<Value> values;
   std::vector<RecordedOp> ops;

@@ -8,10 +8,6 @@ namespace drivetrain::budget {
 using saved_tensors::Offloaded;
 using saved_tensors::Packing;
 
-ValueStore::ValueStore(Tape& tape, std::shared_ptr<MemoryTracker> tracker,
-                       std::shared_ptr<const StorageFormats> formats)
-    : tape_(tape), tracker_(std::move(tracker)), formats_(std::move(formats)) {}
-
 bool ValueStore::has(int32_t index) const {
   const Value& value = tape_.values[index];
   return value.held.defined() || value.packed || value.offloaded;
@@ -23,8 +19,8 @@ void ValueStore::store(int32_t index, const at::Tensor& tensor) {
   // Code that the recorder does not see may still be writing the value, so only recorded values are converted.
   const bool is_complete =
       value.bytes % static_cast<int64_t>(tensor.itemsize()) == 0 && value.is_recorded && !value.is_uninitialized;
-  if (value.format == kOnHost && formats_->pool && is_complete) {
-    value.offloaded.emplace(Offloaded::begin(formats_->pool, bytes_of(tensor)));
+  if (value.format == kOnHost && tape_.shared->pool && is_complete) {
+    value.offloaded.emplace(Offloaded::begin(tape_.shared->pool, bytes_of(tensor)));
     value.held_bytes = 0;
     offloaded_.push_back(index);
     return;
@@ -64,7 +60,7 @@ void ValueStore::let_go(int32_t index) {
 
 void ValueStore::count(int64_t bytes) {
   bytes_ += bytes;
-  tracker_->add(bytes);
+  tape_.shared->tracker.add(bytes);
 }
 
 void ValueStore::let_go_all() {
@@ -108,7 +104,7 @@ void ValueStore::prefetch_planned_at(int32_t index) {
 void ValueStore::prefetch(int32_t index) {
   Value& value = tape_.values[index];
   if (!value.offloaded || value.held_bytes > 0) return;
-  if (tracker_->counts().live_bytes + value.bytes > formats_->budget_bytes) return;
+  if (tape_.shared->tracker.counts().live_bytes + value.bytes > tape_.shared->budget_bytes) return;
   value.offloaded->prefetch();
   value.held_bytes = value.bytes;
   count(value.held_bytes);

@@ -4,17 +4,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
-#include "budget/recorder/memory_tracker.h"
 #include "budget/recorder/tape.h"
 
 namespace drivetrain::budget {
 
 class ValueStore {
  public:
-  ValueStore(Tape& tape, std::shared_ptr<MemoryTracker> tracker, std::shared_ptr<const StorageFormats> formats);
+  explicit ValueStore(Tape& tape) : tape_(tape) {}
 
   bool has(int32_t value) const;
 
@@ -35,7 +33,6 @@ class ValueStore {
   void prefetch_planned_at(int32_t value);
   void prefetch_before(int32_t value);
 
-  const StorageFormats& formats() const { return *formats_; }
   // Returns the bytes that are stored now.
   int64_t bytes() const { return bytes_; }
 
@@ -44,8 +41,6 @@ class ValueStore {
   void count(int64_t bytes);
 
   Tape& tape_;
-  const std::shared_ptr<MemoryTracker> tracker_;
-  const std::shared_ptr<const StorageFormats> formats_;
   std::vector<int32_t> offloaded_;  // in the order of the forward pass
   int64_t bytes_ = 0;
 };

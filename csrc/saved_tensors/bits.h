@@ -1,5 +1,5 @@
-// Declares the CPU kernels that pack arrays of at most two distinct values into bits, the first element in the lowest
-// bit of a byte. Needs no torch header.
+// Declares the CPU kernels that pack arrays of at most two distinct values into bits, and the arithmetic of packed bools.
+// The first element is in the lowest bit of a byte. Needs no torch header.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,23 @@ struct TwoValues {
   uint64_t bits[2];  // both are equal until a second value is found
   bool has_second() const { return bits[1] != bits[0]; }
 };
+
+DT_BEGIN_ISA
+
+// Packs eight bools, the first in the lowest byte. A byte that is not 0 counts as 1.
+DT_HOST_DEVICE uint8_t bits_of_bools(uint64_t bools) {
+  const uint64_t below =
+      (bools & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu;  // sets the highest bit of a byte if a lower one is set
+  const uint64_t each = (below | bools) >> 7 & 0x0101010101010101u;
+  return static_cast<uint8_t>(each * 0x0102040810204080u >> 56);  // moves the bit of each byte into the highest byte
+}
+
+DT_HOST_DEVICE uint64_t bools_of_bits(uint8_t bits) {
+  const uint64_t apart = bits * 0x0101010101010101u & 0x8040201008040201u;  // keeps bit i in byte i
+  return (apart + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+}
+
+DT_END_ISA
 
 constexpr int64_t kBitsBlock = 64;  // elements that the kernels process at a time
 

@@ -21,7 +21,7 @@ MinCut::MinCut(const TraceIndex& index, int32_t num_ops)
   double all_seconds = 0;
   for (int32_t op = num_ops - 1; op >= 0; --op) {
     if (!index.may_be_replayed[op]) continue;
-    node_of_op_[op] = num_nodes_++;
+    node_of_op_[op] = add_node();
     all_seconds += trace.ops[op].seconds;
   }
   negligible_ = all_seconds * 1e-13;
@@ -42,7 +42,7 @@ MinCut::MinCut(const TraceIndex& index, int32_t num_ops)
       always_saved_.push_back(value);
       continue;
     }
-    node_of_value_[value] = index.is_taken[value] ? kSource : num_nodes_++;
+    node_of_value_[value] = index.is_taken[value] ? kSource : add_node();
     const int32_t op = index.can_recompute[value] ? node_of_op_[index.writer[value]] : kSink;
     const bool can_save = trace.values[value].can_save;
     const int32_t edge = add_edge(node_of_value_[value], op, can_save ? 0 : kUnlimited);
@@ -55,23 +55,20 @@ MinCut::MinCut(const TraceIndex& index, int32_t num_ops)
       if (node_of_value_[value] > kSink) add_edge(node_of_op_[op], node_of_value_[value], kUnlimited);
     }
   }
-  build_adjacency();
+}
+
+int32_t MinCut::add_node() {
+  edges_of_node_.emplace_back();
+  return static_cast<int32_t>(edges_of_node_.size()) - 1;
 }
 
 int32_t MinCut::add_edge(int32_t from, int32_t to, double capacity) {
+  const auto edge = static_cast<int32_t>(edges_.size());
+  edges_of_node_[from].push_back(edge);
+  edges_of_node_[to].push_back(edge + 1);
   edges_.push_back({to, capacity});
   edges_.push_back({from, 0});
-  return static_cast<int32_t>(edges_.size()) - 2;
-}
-
-void MinCut::build_adjacency() {
-  const auto count = static_cast<int32_t>(edges_.size());
-  first_edge_.assign(num_nodes_ + 1, 0);
-  for (int32_t edge = 0; edge < count; ++edge) ++first_edge_[edges_[edge ^ 1].to + 1];
-  for (int32_t node = 0; node < num_nodes_; ++node) first_edge_[node + 1] += first_edge_[node];
-  std::vector<int32_t> next(first_edge_.begin(), first_edge_.end() - 1);
-  edges_of_node_.resize(count);
-  for (int32_t edge = 0; edge < count; ++edge) edges_of_node_[next[edges_[edge ^ 1].to]++] = edge;
+  return edge;
 }
 
 double MinCut::price_of(int32_t value, double price, int8_t* entry) const {
@@ -105,14 +102,14 @@ void MinCut::set_price(double price) {
 }
 
 bool MinCut::find_levels() {
-  level_.assign(num_nodes_, -1);
+  level_.assign(edges_of_node_.size(), -1);
   level_[kSource] = 0;
   queue_.assign(1, kSource);
   for (size_t at = 0; at < queue_.size(); ++at) {
     const int32_t node = queue_[at];
     if (level_[kSink] >= 0 && level_[node] + 1 >= level_[kSink]) break;
-    for (int32_t i = first_edge_[node]; i < first_edge_[node + 1]; ++i) {
-      const Edge& edge = edges_[edges_of_node_[i]];
+    for (int32_t index : edges_of_node_[node]) {
+      const Edge& edge = edges_[index];
       if (edge.left <= negligible_ || level_[edge.to] >= 0) continue;
       level_[edge.to] = level_[node] + 1;
       queue_.push_back(edge.to);
@@ -123,7 +120,7 @@ bool MinCut::find_levels() {
 
 // Fills every shortest path. Searches depth-first without recursion, because paths may be as long as the trace.
 void MinCut::augment() {
-  next_edge_.assign(first_edge_.begin(), first_edge_.end() - 1);
+  next_edge_.assign(edges_of_node_.size(), 0);
   path_.clear();
   int32_t node = kSource;
   while (true) {
@@ -141,14 +138,15 @@ void MinCut::augment() {
       path_.resize(full);
       continue;
     }
-    int32_t& next = next_edge_[node];
-    while (next < first_edge_[node + 1]) {
-      const Edge& edge = edges_[edges_of_node_[next]];
+    const std::vector<int32_t>& edges = edges_of_node_[node];
+    size_t& next = next_edge_[node];
+    while (next < edges.size()) {
+      const Edge& edge = edges_[edges[next]];
       if (edge.left > negligible_ && level_[edge.to] == level_[node] + 1) break;
       ++next;
     }
-    if (next < first_edge_[node + 1]) {
-      path_.push_back(edges_of_node_[next]);
+    if (next < edges.size()) {
+      path_.push_back(edges[next]);
       node = edges_[path_.back()].to;
     } else if (path_.empty()) {
       return;

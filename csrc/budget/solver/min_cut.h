@@ -44,8 +44,8 @@ class MinCut {
     int32_t edge;
   };
 
+  int32_t add_node();
   int32_t add_edge(int32_t from, int32_t to, double capacity);
-  void build_adjacency();
   void set_price(double price);
   bool find_levels();
   void augment();
@@ -53,9 +53,8 @@ class MinCut {
 
   const TraceIndex& index_;
   std::vector<int32_t> node_of_op_, node_of_value_;  // -1: not in the network
-  int32_t num_nodes_ = 2;                            // the source and the sink
   std::vector<Edge> edges_;                          // each is followed by its reverse edge
-  std::vector<int32_t> edges_of_node_, first_edge_;
+  std::vector<std::vector<int32_t>> edges_of_node_ = std::vector<std::vector<int32_t>>(2);  // the source and the sink
   std::vector<SaveEdge> save_edges_;
   std::vector<int32_t> always_saved_;
   // Sums the longest restore time of each value that cannot be recomputed. A replay of its operation for another output
@@ -64,7 +63,8 @@ class MinCut {
   double price_ = 0;
   double flow_ = 0;
   double negligible_ = 0;  // smaller capacities count as 0
-  std::vector<int32_t> level_, next_edge_, queue_, path_;
+  std::vector<int32_t> level_, queue_, path_;
+  std::vector<size_t> next_edge_;  // per node: an index into its edges
 };
 
 }  // namespace drivetrain::budget

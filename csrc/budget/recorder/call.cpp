@@ -6,7 +6,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "base/frame_self.h"
 
@@ -20,21 +19,21 @@ constexpr const char* kAttribute = "_compiled_call_impl";
 // Records a pass as long as the object lives.
 class PassGuard {
  public:
-  explicit PassGuard(Recorder& recorder) : recorder_(recorder), entry_(recorder.enter()) {}
+  explicit PassGuard(Recorder& recorder) : recorder_(recorder), pass_(recorder.enter()) {}
   ~PassGuard() {
-    if (!has_left_) recorder_.leave(entry_, /*is_complete=*/false);
+    if (!has_left_) recorder_.leave(pass_, /*is_complete=*/false);
   }
   PassGuard(const PassGuard&) = delete;
   PassGuard& operator=(const PassGuard&) = delete;
 
   void leave() {
     has_left_ = true;
-    recorder_.leave(entry_, /*is_complete=*/true);
+    recorder_.leave(pass_, /*is_complete=*/true);
   }
 
  private:
   Recorder& recorder_;
-  const Recorder::Entry entry_;
+  const std::shared_ptr<RecordedPass> pass_;
   bool has_left_ = false;
 };
 
@@ -148,21 +147,15 @@ int ModuleCall::traverse(visitproc visit, void* arg) const {
   return 0;
 }
 
-void PassScope::enter() {
-  Recorder::Entry entry = recorder_->enter();
-  if (entry.kind == Recorder::EntryKind::kRefused) {
-    throw std::runtime_error("another thread is in a forward pass of this plan: run one forward pass at a time");
-  }
-  entries_.emplace_back(std::this_thread::get_id(), std::move(entry));
-}
+void PassScope::enter() { entered_.emplace_back(std::this_thread::get_id(), recorder_->enter(/*must_record=*/true)); }
 
 void PassScope::exit(bool is_complete) {
-  const auto last = std::find_if(entries_.rbegin(), entries_.rend(),
-                                 [](const auto& entry) { return entry.first == std::this_thread::get_id(); });
-  if (last == entries_.rend()) return;
-  const Recorder::Entry entry = std::move(last->second);
-  entries_.erase(std::next(last).base());
-  recorder_->leave(entry, is_complete);
+  const auto last = std::find_if(entered_.rbegin(), entered_.rend(),
+                                 [](const auto& entered) { return entered.first == std::this_thread::get_id(); });
+  if (last == entered_.rend()) return;
+  const std::shared_ptr<RecordedPass> pass = std::move(last->second);
+  entered_.erase(std::next(last).base());
+  recorder_->leave(pass, is_complete);
 }
 
 void register_calls(py::module_& m) {

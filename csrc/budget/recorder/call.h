@@ -53,7 +53,8 @@ class PassScope {
 
  private:
   const std::shared_ptr<Recorder> recorder_;
-  std::vector<std::pair<std::thread::id, Recorder::Entry>> entries_;  // per thread, nested ones later
+  // Per thread, nested ones later.
+  std::vector<std::pair<std::thread::id, std::shared_ptr<RecordedPass>>> entered_;
 };
 
 void register_calls(pybind11::module_& m);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <stdexcept>
 #include <utility>
 
 #include "base/check.h"
@@ -22,14 +23,9 @@ constexpr int64_t kCheckedEvery = 31;
 
 Recorder::~Recorder() { stop(); }
 
-void Recorder::set_plans(std::vector<TapePlan> plans) {
-  plans_.clear();
+void Recorder::set_plans(std::vector<std::shared_ptr<TapePlan>> plans) {
+  plans_ = std::move(plans);
   num_passes_ = 0;
-  for (TapePlan& plan : plans) {
-    plan.seconds.assign(plan.ops.size(), 0);
-    for (size_t i = 0; i < plan.ops.size(); ++i) plan.by_name[plan.ops[i].name].push_back(static_cast<int32_t>(i));
-    plans_.push_back(std::make_shared<TapePlan>(std::move(plan)));
-  }
 }
 
 std::vector<std::vector<double>> Recorder::seconds_by_op() const {
@@ -51,11 +47,14 @@ void Recorder::reset() {
 
 bool Recorder::is_on_this_thread() const { return pass_ && recorded_pass() == pass_.get(); }
 
-Recorder::Entry Recorder::enter() {
-  if (is_on_this_thread()) return {EntryKind::kInside, nullptr};
-  if (pass_ && !pass_->is_closed()) return {EntryKind::kRefused, nullptr};
+std::shared_ptr<RecordedPass> Recorder::enter(bool must_record) {
+  if (is_on_this_thread()) return nullptr;
+  if (pass_ && !pass_->is_closed()) {
+    if (!must_record) return nullptr;
+    throw std::runtime_error("another thread is in a forward pass of this plan: run one forward pass at a time");
+  }
   if (recorded_pass() != nullptr) {
-    if (!recorded_pass()->is_closed()) return {EntryKind::kInside, nullptr};
+    if (!recorded_pass()->is_closed()) return nullptr;
     end_recording();
   }
   warn_if_exceeded();
@@ -76,13 +75,13 @@ Recorder::Entry Recorder::enter() {
   shared_->tracker.open(pass);
   pass_ = pass;
   if (plan) ++plan->num_passes;
-  return {EntryKind::kOutermost, pass};
+  return pass;
 }
 
-void Recorder::leave(const Entry& entry, bool is_complete) {
-  if (entry.kind != EntryKind::kOutermost || recorded_pass() != entry.pass.get()) return;  // stop() may have ended it
+void Recorder::leave(const std::shared_ptr<RecordedPass>& pass, bool is_complete) {
+  if (!pass || recorded_pass() != pass.get()) return;  // stop() may have ended it
   end_recording();
-  end(entry.pass, is_complete);
+  end(pass, is_complete);
   if (is_complete) warn_if_exceeded();
 }
 

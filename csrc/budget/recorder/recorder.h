@@ -21,25 +21,18 @@ class Recorder {
   ~Recorder();
 
   // Sets the plans for passes. Plan i is for a pass that begins while i others wait for their backward.
-  void set_plans(std::vector<TapePlan> plans);
+  void set_plans(std::vector<std::shared_ptr<TapePlan>> plans);
 
   // Returns the mean seconds per pass since reset() that replaying takes, for each operation of each plan.
   std::vector<std::vector<double>> seconds_by_op() const;
   void reset();
 
-  enum class EntryKind {
-    kOutermost,  // a pass begins
-    kInside,     // the call is inside of a pass, whose budget covers it
-    kRefused,    // another thread records a pass, so that this one is not recorded
-  };
-  struct Entry {
-    EntryKind kind;
-    std::shared_ptr<RecordedPass> pass;  // the pass that began; null unless kOutermost
-  };
-  Entry enter();
+  // Returns the pass that begins. Returns null inside of a pass, whose budget covers the call. If another thread
+  // records a pass, throws if must_record, else returns null.
+  std::shared_ptr<RecordedPass> enter(bool must_record = false);
   // is_complete: the pass has returned. If an exception ended it, the recorder learns nothing from it, and leave() does
   // not throw.
-  void leave(const Entry& entry, bool is_complete);
+  void leave(const std::shared_ptr<RecordedPass>& pass, bool is_complete);
   // Ends the pass that is being recorded. A pass of another thread ends with its next operation.
   void stop();
   // Returns the module index with which operations of this thread's pass are recorded; -1: none.

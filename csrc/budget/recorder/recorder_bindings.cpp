@@ -24,16 +24,16 @@ namespace {
 using PlainPlannedOp = std::tuple<std::string, std::vector<int8_t>, bool, uint64_t,
                                   std::vector<std::vector<PlannedWrite>>, std::string, std::vector<int32_t>, int64_t>;
 
-std::vector<TapePlan> plans_of(const std::vector<std::vector<PlainPlannedOp>>& plans) {
-  std::vector<TapePlan> made;
-  for (const auto& plan : plans) {
-    std::vector<PlannedOp>& ops = made.emplace_back().ops;
-    for (const auto& [name, formats, is_replayed, arguments, prefetches, module, numbers, most] : plan) {
-      ops.push_back({name, formats, is_replayed, arguments, prefetches, module, numbers, most});
-      ops.back().numbers.resize(formats.size());
-    }
+std::shared_ptr<TapePlan> plan_of(const std::vector<PlainPlannedOp>& ops) {
+  auto plan = std::make_shared<TapePlan>();
+  plan->seconds.resize(ops.size());
+  for (const PlainPlannedOp& fields : ops) {
+    auto op = std::make_from_tuple<PlannedOp>(fields);
+    op.numbers.resize(op.formats.size());
+    plan->by_name[op.name].push_back(static_cast<int32_t>(plan->ops.size()));
+    plan->ops.push_back(std::move(op));
   }
-  return made;
+  return plan;
 }
 
 // Returns the trace of a pass as `python/drivetrain/budget/trace.py` names its fields.
@@ -62,7 +62,9 @@ void register_recorder(py::module_& m) {
       .def(
           "set_plans",
           [](Recorder& recorder, const std::vector<std::vector<PlainPlannedOp>>& plans) {
-            recorder.set_plans(plans_of(plans));
+            std::vector<std::shared_ptr<TapePlan>> made;
+            for (const std::vector<PlainPlannedOp>& plan : plans) made.push_back(plan_of(plan));
+            recorder.set_plans(std::move(made));
           },
           py::arg("plans"))
       .def(

@@ -7,54 +7,40 @@
 namespace drivetrain::saved_tensors::DRIVETRAIN_ISA {
 namespace {
 
-// Returns, for each element of a block, whether it differs from the first value. Sets `strange` to whether any element
-// equals neither value.
+// Sets `bits` to whether each element of a block differs from the first value. Returns false if any element equals
+// neither value.
 template <class T>
-inline uint64_t pack_block(const T* from, T first, T second, bool& strange) {
+inline bool pack_block(const T* from, T first, T second, uint64_t& bits) {
   uint8_t is_other[kBitsBlock];
   T neither = 0;
   for (int i = 0; i < kBitsBlock; ++i) {
     is_other[i] = from[i] != first;
     neither |= static_cast<T>(from[i] != first && from[i] != second);
   }
-  strange = neither != 0;
-  uint64_t bits = 0, eight;
+  bits = 0;
+  uint64_t eight;
   for (int i = 0; i < kBitsBlock; i += 8) {
     std::memcpy(&eight, is_other + i, sizeof eight);
     bits |= static_cast<uint64_t>(bits_of_bools(eight)) << i;
   }
-  return bits;
-}
-
-// Packs one block, and sets the second value if none is known. Returns false if there is a third.
-template <class T>
-inline bool pack_whole(const T* from, T first, T& second, uint64_t& bits) {
-  bool strange = false;
-  bits = pack_block(from, first, second, strange);
-  if (!strange) return true;
-  if (second != first) return false;
-  second = from[__builtin_ctzll(bits)];
-  bits = pack_block(from, first, second, strange);
-  return !strange;
+  return neither == 0;
 }
 
 template <class T>
-bool pack_elements(const T* from, int64_t begin, int64_t end, TwoValues& values, uint8_t* to) {
-  const T first = static_cast<T>(values.bits[0]);
-  T second = static_cast<T>(values.bits[1]);
+bool pack_elements(const T* from, int64_t begin, int64_t end, const TwoValues& values, uint8_t* to) {
+  const T first = static_cast<T>(values.bits[0]), second = static_cast<T>(values.bits[1]);
   uint64_t bits = 0;
   int64_t i = begin;
   for (; i + kBitsBlock <= end; i += kBitsBlock) {
-    if (!pack_whole(from + i, first, second, bits)) return false;
+    if (!pack_block(from + i, first, second, bits)) return false;
     std::memcpy(to + i / 8, &bits, sizeof bits);
   }
   if (i < end) {
     T rest[kBitsBlock];
     for (int64_t k = 0; k < kBitsBlock; ++k) rest[k] = i + k < end ? from[i + k] : first;
-    if (!pack_whole(rest, first, second, bits)) return false;
+    if (!pack_block(rest, first, second, bits)) return false;
     std::memcpy(to + i / 8, &bits, (end - i + 7) / 8);
   }
-  values.bits[1] = second;
   return true;
 }
 
@@ -104,7 +90,8 @@ auto with_element(int size, const Function& function) {
 
 }  // namespace
 
-bool pack_bits_cpu(const void* from, int element_size, int64_t begin, int64_t end, TwoValues& values, uint8_t* to) {
+bool pack_bits_cpu(const void* from, int element_size, int64_t begin, int64_t end, const TwoValues& values,
+                   uint8_t* to) {
   return with_element(element_size, [&](auto element) {
     return pack_elements(static_cast<const decltype(element)*>(from), begin, end, values, to);
   });

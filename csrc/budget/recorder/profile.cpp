@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "base/hash.h"
+#include "budget/recorder/read_checks.h"
 #include "recompute/ambient.h"
 
 namespace drivetrain::budget {
@@ -49,12 +50,8 @@ bool is_workspace(const RecordedOp& op, const at::Tensor& result) {
 
 }  // namespace
 
-Profile::Profile(Tape& tape, ValueStore& store, const ReadChecks& checks)
-    : tape_(tape),
-      store_(store),
-      checks_(checks),
-      begin_(tape.shared->tracker.counts().num_uses),
-      parts_(tape, store, kFirstPart) {}
+Profile::Profile(Tape& tape, ValueStore& store)
+    : tape_(tape), store_(store), begin_(tape.shared->tracker.counts().num_uses), parts_(tape, store, kFirstPart) {}
 
 void Profile::fill_with_garbage(const at::Tensor& tensor) {
   constexpr uint8_t kGarbage = 0xFF;  // NaN in every floating-point dtype
@@ -73,7 +70,7 @@ bool Profile::repeats(RecordedOp& op, int32_t index, const std::vector<at::Tenso
   std::optional<DeviceTimer> timer;
   std::vector<at::Tensor> results;
   const auto tensor_of = [&](const TensorRef& ref) {
-    return ref.value < 0 ? checks_.existing(ref) : view_of(memory.at(ref.value), ref);
+    return ref.value < 0 ? existing(ref) : view_of(memory.at(ref.value), ref);
   };
   try {
     results = op.call(tensor_of, &timer);

@@ -13,7 +13,6 @@
 
 #include "budget/recorder/device_timer.h"
 #include "budget/recorder/parts.h"
-#include "budget/recorder/read_checks.h"
 #include "budget/recorder/tape.h"
 #include "budget/recorder/value_store.h"
 
@@ -30,7 +29,7 @@ using BackwardUse = std::tuple<int32_t, bool, int64_t>;
 // backward replays them, which times the operations where backward needs them, and compares their bits.
 class Profile {
  public:
-  Profile(Tape& tape, ValueStore& store, const ReadChecks& checks);
+  Profile(Tape& tape, ValueStore& store);
 
   // Fills memory that an operation returned with arbitrary contents. The allocator may return memory of an earlier
   // step, whose stale contents would look like recomputed ones.
@@ -68,7 +67,6 @@ class Profile {
  private:
   Tape& tape_;
   ValueStore& store_;
-  const ReadChecks& checks_;
 
   const int64_t begin_;
   std::vector<BackwardUse> uses_;

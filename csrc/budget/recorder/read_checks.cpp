@@ -7,8 +7,26 @@
 #include "recompute/region.h"
 
 namespace drivetrain::budget {
+namespace {
 
-at::Tensor ReadChecks::existing(const TensorRef& ref) const {
+// Describes a tensor that an operation reads, for errors.
+std::string name_of(const Tape& tape, const RecordedOp& op, const TensorRef& ref) {
+  const std::string shape = text(c10::IntArrayRef(ref.sizes), " ", ref.dtype);
+  if (ref.value >= 0) {
+    const int32_t made_by = tape.values[ref.value].op;
+    return made_by < 0
+               ? text("a tensor of ", shape, " that no recorded operation made")
+               : text("the result of ", tape.ops[made_by].traits->name, tape.module_of(made_by), " (", shape, ")");
+  }
+  const std::string owner = tape.shared->model ? recompute::owner_in(*tape.shared->model, ref.direct) : "";
+  if (!owner.empty()) return text(owner, " (", shape, ")");
+  return text("a tensor of ", shape, " that the model was given (argument '",
+              op.handle.schema().arguments()[ref.arg].name(), "')");
+}
+
+}  // namespace
+
+at::Tensor existing(const TensorRef& ref) {
   if (is_freed(ref)) {
     recompute::throw_checkpoint_error(
         text("the memory of a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
@@ -26,8 +44,8 @@ at::Tensor ReadChecks::existing(const TensorRef& ref) const {
   return ref.direct;
 }
 
-void ReadChecks::check_unwritten(const TensorRef& ref) const {
-  const Value& value = tape_.values[ref.value];
+void check_unwritten(const Tape& tape, const TensorRef& ref) {
+  const Value& value = tape.values[ref.value];
   if (value.has_independent_versions || value.held._version() == value.held_version) return;
   recompute::throw_checkpoint_error(
       text("a tensor of ", c10::IntArrayRef(ref.sizes), " ", ref.dtype,
@@ -36,13 +54,13 @@ void ReadChecks::check_unwritten(const TensorRef& ref) const {
            "inside `with plan:`, where the recorder sees writes."));
 }
 
-void ReadChecks::note_checksums(RecordedOp& op, const torch::jit::Stack& stack) const {
+void note_checksums(const Tape& tape, RecordedOp& op, const torch::jit::Stack& stack) {
   const size_t begin = stack.size() - op.handle.schema().arguments().size();
   for (TensorRef& ref : op.refs) {
     if (op.traits->writes[ref.arg] && op.traits->only_writes) continue;
     if (ref.value < 0 && !ref.direct.defined()) continue;
     if (ref.value >= 0) {
-      const Value& value = tape_.values[ref.value];
+      const Value& value = tape.values[ref.value];
       const bool will_be_recomputed = value.format >= kAsBits || (value.format == kRecomputed && value.is_replayable);
       if (will_be_recomputed || value.has_independent_versions || value.is_uninitialized) continue;
     }
@@ -50,35 +68,22 @@ void ReadChecks::note_checksums(RecordedOp& op, const torch::jit::Stack& stack) 
   }
 }
 
-void ReadChecks::check_checksums(const RecordedOp& op) const {
+void check_checksums(const Tape& tape, const RecordedOp& op) {
   for (const TensorRef& ref : op.refs) {
     if (!ref.checksum) continue;
     const bool is_value = ref.value >= 0;
-    if (is_value && (tape_.values[ref.value].is_recomputed || tape_.values[ref.value].has_independent_versions)) {
+    if (is_value && (tape.values[ref.value].is_recomputed || tape.values[ref.value].has_independent_versions)) {
       continue;
     }
-    const at::Tensor read = is_value ? view_of(tape_.values[ref.value].held, ref) : existing(ref);
+    const at::Tensor read = is_value ? view_of(tape.values[ref.value].held, ref) : existing(ref);
     if (hash_of_elements(read) == ref.checksum) continue;
     recompute::throw_checkpoint_error(text(
-        name_of(op, ref), ", which ", op.traits->name, tape_.module_of(static_cast<int32_t>(&op - tape_.ops.data())),
+        name_of(tape, op, ref), ", which ", op.traits->name,
+        tape.module_of(static_cast<int32_t>(&op - tape.ops.data())),
         " read in the forward pass, has other values when backward recomputes that operation. No version counter shows "
         "a write, and gradients would belong to other values. Usually x.numpy(), DLPack or a custom operator shared "
         "its memory with code that reuses it: write to a clone, or after backward."));
   }
-}
-
-std::string ReadChecks::name_of(const RecordedOp& op, const TensorRef& ref) const {
-  const std::string shape = text(c10::IntArrayRef(ref.sizes), " ", ref.dtype);
-  if (ref.value >= 0) {
-    const int32_t made_by = tape_.values[ref.value].op;
-    return made_by < 0
-               ? text("a tensor of ", shape, " that no recorded operation made")
-               : text("the result of ", tape_.ops[made_by].traits->name, tape_.module_of(made_by), " (", shape, ")");
-  }
-  const std::string owner = tape_.shared->model ? recompute::owner_in(*tape_.shared->model, ref.direct) : "";
-  if (!owner.empty()) return text(owner, " (", shape, ")");
-  return text("a tensor of ", shape, " that the model was given (argument '",
-              op.handle.schema().arguments()[ref.arg].name(), "')");
 }
 
 }  // namespace drivetrain::budget

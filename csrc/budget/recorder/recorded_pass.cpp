@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "budget/recorder/device_timer.h"
+#include "budget/recorder/read_checks.h"
 #include "recompute/region.h"
 #include "trace/span.h"
 
@@ -38,9 +39,8 @@ SavedTensor::~SavedTensor() {
 RecordedPass::RecordedPass(std::shared_ptr<Shared> shared, std::shared_ptr<TapePlan> plan, bool compares_checksums)
     : tape_{std::move(shared), std::move(plan), {}, {}, {}},
       store_(tape_),
-      checks_(tape_),
-      profile_(tape_.shared->is_profile ? std::make_unique<Profile>(tape_, store_, checks_) : nullptr),
-      recording_(tape_, store_, profile_.get(), compares_checksums ? &checks_ : nullptr) {}
+      profile_(tape_.shared->is_profile ? std::make_unique<Profile>(tape_, store_) : nullptr),
+      recording_(tape_, store_, profile_.get(), compares_checksums) {}
 
 // ---- Forward
 
@@ -104,7 +104,7 @@ void RecordedPass::abandon() {
 
 at::Tensor RecordedPass::take(const SavedTensor& saved) {
   const MutexLock lock(mutex_);
-  if (saved.ref.value < 0) return checks_.existing(saved.ref);
+  if (saved.ref.value < 0) return existing(saved.ref);
   check_usable();
   if (profile_) profile_->note_use(saved.ref.value, /*is_release=*/false);
   try {
@@ -161,7 +161,7 @@ at::Tensor RecordedPass::view_for_backward(const TensorRef& ref) {
   materialize(ref.value);
   store_.prefetch_planned_at(ref.value);
   store_.prefetch_before(ref.value);
-  checks_.check_unwritten(ref);
+  check_unwritten(tape_, ref);
   return view_of(tape_.values[ref.value].held, ref);
 }
 
@@ -207,14 +207,14 @@ std::unordered_map<int32_t, at::Tensor> RecordedPass::writable(const RecordedOp&
 void RecordedPass::replay(int32_t index) {
   RecordedOp& op = tape_.ops[index];
   for (const TensorRef& ref : op.refs) {
-    if (ref.value >= 0) checks_.check_unwritten(ref);
+    if (ref.value >= 0) check_unwritten(tape_, ref);
   }
-  checks_.check_checksums(op);
+  check_checksums(tape_, op);
   const double begin = now();
   std::unordered_map<int32_t, at::Tensor> written = writable(op);
   std::optional<DeviceTimer> timer;
   const auto tensor_of = [&](const TensorRef& ref) {
-    if (ref.value < 0) return checks_.existing(ref);
+    if (ref.value < 0) return existing(ref);
     const auto found = written.find(ref.value);
     return view_of(found == written.end() ? tape_.values[ref.value].held : found->second, ref);
   };

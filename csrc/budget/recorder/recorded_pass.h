@@ -10,7 +10,6 @@
 #include <unordered_map>
 
 #include "budget/recorder/profile.h"
-#include "budget/recorder/read_checks.h"
 #include "budget/recorder/recording.h"
 #include "budget/recorder/tape.h"
 #include "budget/recorder/value_store.h"
@@ -65,7 +64,6 @@ class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
 
   Tape tape_;
   ValueStore store_;
-  const ReadChecks checks_;
   const std::unique_ptr<Profile> profile_;
   Recording recording_;
   const recompute::Switches switches_ = recompute::Switches::now();  // when the forward pass began

@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "base/hash.h"
 #include "budget/recorder/arguments.h"
+#include "budget/recorder/read_checks.h"
 
 namespace drivetrain::budget {
 namespace {
@@ -21,8 +22,8 @@ constexpr int32_t kRejoined = 8;  // operations as planned in a row, after which
 
 }  // namespace
 
-Recording::Recording(Tape& tape, ValueStore& store, Profile* profile, const ReadChecks* checks)
-    : tape_(tape), store_(store), profile_(profile), checks_(checks), cursor_(tape.plan.get()) {
+Recording::Recording(Tape& tape, ValueStore& store, Profile* profile, bool notes_checksums)
+    : tape_(tape), store_(store), profile_(profile), notes_checksums_(notes_checksums), cursor_(tape.plan.get()) {
   if (!tape_.plan) return;
   tape_.op_of_planned.assign(tape_.plan->ops.size(), -1);
   size_t num_values = 0;
@@ -134,7 +135,7 @@ void Recording::record(const c10::OperatorHandle& handle, const OpTraits& traits
   const bool may_be_replayed = !traits.is_view && (planned == nullptr || planned->is_replayed || detour_);
   if (may_be_replayed || traits.changes_arguments()) {
     record_arguments(op, *stack, may_be_replayed);
-    if (checks_ != nullptr && may_be_replayed && tape_.plan) checks_->note_checksums(op, *stack);
+    if (notes_checksums_ && may_be_replayed && tape_.plan) note_checksums(tape_, op, *stack);
   } else {
     note_arguments(handle, *stack, traits.is_view);
   }

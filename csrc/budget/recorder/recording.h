@@ -18,7 +18,6 @@
 #include "budget/recorder/parts.h"
 #include "budget/recorder/plan_cursor.h"
 #include "budget/recorder/profile.h"
-#include "budget/recorder/read_checks.h"
 #include "budget/recorder/tape.h"
 #include "budget/recorder/value_store.h"
 
@@ -26,8 +25,8 @@ namespace drivetrain::budget {
 
 class Recording {
  public:
-  // profile: null for a pass under a plan. checks: null if replays need not compare checksums of what they read.
-  Recording(Tape& tape, ValueStore& store, Profile* profile, const ReadChecks* checks);
+  // profile: null for a pass under a plan. notes_checksums: of what replays read, for them to compare.
+  Recording(Tape& tape, ValueStore& store, Profile* profile, bool notes_checksums);
 
   // Runs an operation and records it. `stack` has its arguments, and its results afterwards.
   void record(const c10::OperatorHandle& op, const OpTraits& traits, c10::DispatchKeySet keys,
@@ -93,7 +92,7 @@ class Recording {
   Tape& tape_;
   ValueStore& store_;
   Profile* const profile_;
-  const ReadChecks* const checks_;
+  const bool notes_checksums_;
   ska::flat_hash_map<const c10::StorageImpl*, KnownStorage> known_;
   PlanCursor cursor_;
   std::string divergence_;

@@ -159,8 +159,7 @@ void RecordedPass::check_usable() const {
 // Returns a view of a value, replayed if needed, and starts the prefetches that follow it.
 at::Tensor RecordedPass::view_for_backward(const TensorRef& ref) {
   materialize(ref.value);
-  store_.prefetch_planned_at(ref.value);
-  store_.prefetch_before(ref.value);
+  store_.prefetch_at(ref.value);
   check_unwritten(tape_, ref);
   return view_of(tape_.values[ref.value].held, ref);
 }

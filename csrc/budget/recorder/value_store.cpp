@@ -22,7 +22,6 @@ void ValueStore::store(int32_t index, const at::Tensor& tensor) {
   if (value.format == kOnHost && tape_.shared->pool && is_complete) {
     value.offloaded.emplace(Offloaded::begin(tape_.shared->pool, bytes_of(tensor)));
     value.held_bytes = 0;
-    offloaded_.push_back(index);
     return;
   }
   if (value.format >= kAsBits && value.format <= kAsInt8 && is_complete) {
@@ -87,13 +86,7 @@ void ValueStore::await_copy_out(int32_t index) const {
   if (offloaded) offloaded->await_copy_out();
 }
 
-void ValueStore::prefetch_before(int32_t index) {
-  while (!offloaded_.empty() && offloaded_.back() >= index) offloaded_.pop_back();
-  if (offloaded_.empty()) return;
-  prefetch(offloaded_.back());
-}
-
-void ValueStore::prefetch_planned_at(int32_t index) {
+void ValueStore::prefetch_at(int32_t index) {
   if (tape_.values[index].prefetches == nullptr) return;
   for (const auto& [op, write] : *tape_.values[index].prefetches) {
     const int32_t at = tape_.op_of_planned[op];

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <vector>
 
 #include "budget/recorder/tape.h"
 
@@ -28,10 +27,8 @@ class ValueStore {
   // Makes the current stream wait until the copy of an offloaded value to the host has read its memory.
   void await_copy_out(int32_t value) const;
 
-  // Start copies back from the host when backward has taken `value`. The first starts those that the plan attaches to
-  // it. The second starts the copy of the last value offloaded before it, as backward visits values in reverse order.
-  void prefetch_planned_at(int32_t value);
-  void prefetch_before(int32_t value);
+  // Starts the copies back from the host that the plan attaches to a value, when backward has taken it.
+  void prefetch_at(int32_t value);
 
   // Returns the bytes that are stored now.
   int64_t bytes() const { return bytes_; }
@@ -41,7 +38,6 @@ class ValueStore {
   void count(int64_t bytes);
 
   Tape& tape_;
-  std::vector<int32_t> offloaded_;  // in the order of the forward pass
   int64_t bytes_ = 0;
 };
 

@@ -35,7 +35,6 @@ static_assert(kPiece % formats::kBlock == 0 && kPiece % kBitsBlock == 0);
 
 int64_t num_pieces(int64_t numel) { return (numel + kPiece - 1) / kPiece; }
 int64_t num_blocks(int64_t numel) { return (numel + formats::kBlock - 1) / formats::kBlock; }
-int64_t real_numel_of(at::ScalarType dtype, int64_t numel) { return c10::isComplexType(dtype) ? 2 * numel : numel; }
 
 at::Tensor empty_bytes(int64_t size, c10::Device device) {
   return at::empty({size}, at::TensorOptions(at::kByte).device(device));
@@ -176,14 +175,6 @@ bool is_packable(at::ScalarType dtype, Packing packing) {
                                        : format != Format::kFloat64;
 }
 
-int64_t packed_bytes(at::ScalarType dtype, int64_t numel, Packing packing) {
-  check_packable(dtype, packing);
-  if (packing == Packing::kBits) return (numel + 7) / 8 + 2 * static_cast<int64_t>(c10::elementSize(dtype));
-  const int64_t numbers = real_numel_of(dtype, numel);
-  if (packing == Packing::kBFloat16) return 2 * numbers;
-  return numbers + num_blocks(numbers) * static_cast<int64_t>(sizeof(float));
-}
-
 std::optional<Packed> pack(const at::Tensor& flat, Packing packing) {
   DT_INVARIANT(flat.dim() == 1 && flat.is_contiguous());
   check_packable(flat.scalar_type(), packing);
@@ -240,12 +231,6 @@ void register_pack(py::module_& m) {
       },
       py::arg("tensor"), py::arg("packing"), no_gil());
   m.def("unpack", &unpack, py::arg("packed"), no_gil());
-  m.def(
-      "packed_bytes",
-      [](at::ScalarType dtype, int64_t numel, const std::string& packing) {
-        return packed_bytes(dtype, numel, packing_of(packing));
-      },
-      py::arg("dtype"), py::arg("numel"), py::arg("packing"));
 }
 
 }  // namespace drivetrain::saved_tensors

@@ -36,9 +36,6 @@ struct Packed {
 // Returns whether tensors of this dtype can be packed. For kBits, the values of the tensor decide in addition.
 bool is_packable(at::ScalarType dtype, Packing packing);
 
-// Returns Packed::nbytes() of a tensor with that many elements.
-int64_t packed_bytes(at::ScalarType dtype, int64_t numel, Packing packing);
-
 // Packs a contiguous tensor of one dimension on the CPU's threads or on the current stream of its CUDA device. The host
 // does not wait, and autograd does not record it. kBits returns nothing if the tensor has more than two values. On CUDA
 // it returns nothing for dtypes other than bool, because the host would have to wait for the values. There a bool whose

@@ -9,7 +9,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -72,30 +71,6 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_call>());
 }
 
-bool has_any_kernel(const c10::OperatorHandle& op) {
-  for (auto at = static_cast<uint8_t>(c10::BackendComponent::InvalidBit) + 1;
-       at <= static_cast<uint8_t>(c10::BackendComponent::EndOfBackendKeys); ++at) {
-    if (has_kernel(op, static_cast<c10::BackendComponent>(at))) return true;
-  }
-  return false;
-}
-
-// Inspecting a call costs as much as a small operation. torch's own views need no recording, because their storage
-// identifies them, and operators that are composite on every backend are passed on in any case.
-torch::Library fallthroughs() {
-  torch::Library library(torch::Library::IMPL, "aten", kRecorderKey, __FILE__, __LINE__);
-  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
-  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-    if (name.getNamespace() != "aten") continue;
-    const std::optional<c10::OperatorHandle> op = dispatcher.findSchema(name);
-    if (!op) continue;
-    const OpTraits traits(*op);
-    const bool needs_no_recording = traits.is_composite ? !has_any_kernel(*op) : traits.is_view;
-    if (needs_no_recording) library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFallthrough());
-  }
-  return library;
-}
-
 // ---- Saved-tensor hooks
 
 constexpr const char* kPass = "drivetrain.RecordedPass";
@@ -152,7 +127,6 @@ PyObject* profile_ended() {
 RecordedPass* recorded_pass() { return thread_state().pass.get(); }
 
 void begin_recording(const std::shared_ptr<RecordedPass>& pass) {
-  static const torch::Library library = fallthroughs();
   recompute::push_hooks(&pack_method, recompute::capsule(pass, kPass), &unpack_method);
   thread_state().pass = pass;
   thread_state().pack = at::SavedTensorDefaultHooks::get_tls_state().stack.top().first.ptr(getPyInterpreter());

@@ -169,17 +169,15 @@ void Recording::forget_running_op() {
 }
 
 void Recording::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  struct Running {
-    explicit Running(Recording& recording) : recording(recording) { recording.is_running_ = true; }
-    ~Running() { recording.is_running_ = false; }
-    Recording& recording;
-  } const running(*this);
+  is_running_ = true;
   try {
     op.redispatchBoxed(keys & kBelowRecorder, stack);
   } catch (...) {
+    is_running_ = false;
     forget_running_op();
     throw;
   }
+  is_running_ = false;
 }
 
 // ---- Results

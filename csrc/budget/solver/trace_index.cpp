@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "base/check.h"
 
@@ -25,11 +24,6 @@ void check_bytes(int64_t bytes, const Whose&... whose) {
 void check_value(const Trace& trace, int32_t index) {
   const TraceValue& value = trace.values[index];
   check_bytes(value.bytes, "value ", index);
-  constexpr size_t kMaxFormats = std::numeric_limits<int8_t>::max() - 1;
-  if (value.formats.size() > kMaxFormats) {
-    throw UserError(
-        text("value ", index, " has ", value.formats.size(), " storage formats: expected at most ", kMaxFormats));
-  }
   for (size_t format = 0; format < value.formats.size(); ++format) {
     check_bytes(value.formats[format].bytes, "storage format ", format, " of value ", index);
     check_seconds(value.formats[format].seconds, "storage format ", format, " of value ", index);

@@ -1,4 +1,5 @@
-// Declares the functions that register the activation budget with Python: its recorder and its solver.
+// Declares the functions that register the activation budget with Python: its recorder, the calls that it records, and
+// its solver.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,6 +7,7 @@
 namespace drivetrain::budget {
 
 void register_recorder(pybind11::module_& m);
+void register_calls(pybind11::module_& m);  // needs the recorder
 void register_solver(pybind11::module_& m);
 
 }  // namespace drivetrain::budget

@@ -1,13 +1,20 @@
-// Records calls of modules and `with` blocks as passes; see call.h.
-#include "budget/recorder/call.h"
-
+// Records calls of modules and `with` blocks as passes. Destructors end these, so that none outlives its call even
+// after a KeyboardInterrupt, which skips the hooks of modules.
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/GradMode.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "base/frame_self.h"
+#include "budget/budget.h"
+#include "budget/recorder/recorder.h"
 
 namespace py = pybind11;
 
@@ -91,72 +98,101 @@ bool is_constructed(PyObject* self) {
   return reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder().holder_constructed();
 }
 
-}  // namespace
+// Replaces a module's `_compiled_call_impl`, which nn.Module calls instead of its own implementation and leaves out of
+// copies. Records each call as a pass, or notes the module of each operation.
+class ModuleCall {
+ public:
+  // index: the module index to record operations with; none: the call is a pass.
+  ModuleCall(std::shared_ptr<Recorder> recorder, py::object module, std::optional<int32_t> index)
+      : recorder_(std::move(recorder)), module_(module), index_(index) {}
 
-ModuleCall::ModuleCall(std::shared_ptr<Recorder> recorder, py::object module, std::optional<int32_t> index)
-    : recorder_(std::move(recorder)), module_(module), index_(index) {}
+  // The module must be alive.
+  void install() {
+    const auto module = py::reinterpret_borrow<py::object>(module_());
+    const py::dict attributes = attributes_of(module);
+    inner_ = attribute_in(attributes);
+    attributes[kAttribute] = py::cast(this);
+  }
 
-void ModuleCall::install() {
-  const auto module = py::reinterpret_borrow<py::object>(module_());
-  const py::dict attributes = attributes_of(module);
-  inner_ = attribute_in(attributes);
-  attributes[kAttribute] = py::cast(this);
-}
-
-void ModuleCall::remove() {
-  is_removed_ = true;
-  const py::object module = module_();
-  if (module.is_none()) return;
-  const py::dict attributes = attributes_of(module);
-  py::object outermost = attribute_in(attributes);
-  while (py::isinstance<ModuleCall>(outermost) && outermost.cast<ModuleCall&>().is_removed_) {
-    outermost = outermost.cast<ModuleCall&>().inner_;
-    if (outermost.is_none()) {
-      PyDict_DelItemString(attributes.ptr(), kAttribute);
-    } else {
-      attributes[kAttribute] = outermost;
+  // Restores the module's calls. Safe to call twice, and before or after the removal of calls installed later.
+  void remove() {
+    is_removed_ = true;
+    const py::object module = module_();
+    if (module.is_none()) return;
+    const py::dict attributes = attributes_of(module);
+    py::object outermost = attribute_in(attributes);
+    while (py::isinstance<ModuleCall>(outermost) && outermost.cast<ModuleCall&>().is_removed_) {
+      outermost = outermost.cast<ModuleCall&>().inner_;
+      if (outermost.is_none()) {
+        PyDict_DelItemString(attributes.ptr(), kAttribute);
+      } else {
+        attributes[kAttribute] = outermost;
+      }
     }
   }
-}
 
-py::object ModuleCall::target() const {
-  if (!inner_.is_none()) return inner_;
-  const py::object module = module_();
-  // A replica of nn.DataParallel shares the attributes of the original module, but its call must run the replica.
-  const py::object self = caller();
-  return (self.is_none() ? module : self).attr("_call_impl");
-}
-
-py::object ModuleCall::operator()(const py::args& args, const py::kwargs& kwargs) const {
-  const std::shared_ptr<Recorder> recorder = recorder_;
-  const py::object function = target();
-  if (is_removed_) return called(function, args, kwargs);
-  if (index_) {
-    const ModuleGuard module(*recorder, *index_);
-    return called(function, args, kwargs);
+  py::object operator()(const py::args& args, const py::kwargs& kwargs) const {
+    const std::shared_ptr<Recorder> recorder = recorder_;
+    const py::object function = target();
+    if (is_removed_) return called(function, args, kwargs);
+    if (index_) {
+      const ModuleGuard module(*recorder, *index_);
+      return called(function, args, kwargs);
+    }
+    if (!can_record()) return called(function, args, kwargs);
+    PassGuard pass(*recorder);
+    py::object result = called(function, args, kwargs);
+    pass.leave();
+    return result;
   }
-  if (!can_record()) return called(function, args, kwargs);
-  PassGuard pass(*recorder);
-  py::object result = called(function, args, kwargs);
-  pass.leave();
-  return result;
-}
 
-int ModuleCall::traverse(visitproc visit, void* arg) const {
-  Py_VISIT(inner_.ptr());
-  return 0;
-}
+  const py::object& inner() const { return inner_; }
 
-void PassScope::enter() { entered_.emplace_back(std::this_thread::get_id(), recorder_->enter(/*must_record=*/true)); }
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(inner_.ptr());
+    return 0;
+  }
+  void clear() { inner_ = py::none(); }
 
-void PassScope::exit(bool is_complete) {
-  const auto last = std::find_if(entered_.rbegin(), entered_.rend(),
-                                 [](const auto& entered) { return entered.first == std::this_thread::get_id(); });
-  if (last == entered_.rend()) return;
-  const std::shared_ptr<RecordedPass> pass = std::move(last->second);
-  entered_.erase(std::next(last).base());
-  recorder_->leave(pass, is_complete);
-}
+ private:
+  py::object target() const {
+    if (!inner_.is_none()) return inner_;
+    const py::object module = module_();
+    // A replica of nn.DataParallel shares the attributes of the original module, but its call must run the replica.
+    const py::object self = caller();
+    return (self.is_none() ? module : self).attr("_call_impl");
+  }
+
+  const std::shared_ptr<Recorder> recorder_;
+  const py::weakref module_;
+  const std::optional<int32_t> index_;
+  py::object inner_ = py::none();  // what install() replaced; None: nothing
+  bool is_removed_ = false;
+};
+
+// Records a `with` block as a pass.
+class PassScope {
+ public:
+  explicit PassScope(std::shared_ptr<Recorder> recorder) : recorder_(std::move(recorder)) {}
+
+  void enter() { entered_.emplace_back(std::this_thread::get_id(), recorder_->enter(/*must_record=*/true)); }
+
+  void exit(bool is_complete) {
+    const auto last = std::find_if(entered_.rbegin(), entered_.rend(),
+                                   [](const auto& entered) { return entered.first == std::this_thread::get_id(); });
+    if (last == entered_.rend()) return;
+    const std::shared_ptr<RecordedPass> pass = std::move(last->second);
+    entered_.erase(std::next(last).base());
+    recorder_->leave(pass, is_complete);
+  }
+
+ private:
+  const std::shared_ptr<Recorder> recorder_;
+  // Per thread, nested ones later.
+  std::vector<std::pair<std::thread::id, std::shared_ptr<RecordedPass>>> entered_;
+};
+
+}  // namespace
 
 void register_calls(py::module_& m) {
   py::class_<ModuleCall>(m, "ActivationCall", py::custom_type_setup([](PyHeapTypeObject* heap_type) {

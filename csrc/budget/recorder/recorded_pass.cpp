@@ -105,7 +105,13 @@ void RecordedPass::abandon() {
 at::Tensor RecordedPass::take(const SavedTensor& saved) {
   const MutexLock lock(mutex_);
   if (saved.ref.value < 0) return existing(saved.ref);
-  check_usable();
+  if (is_abandoned_) {
+    recompute::throw_checkpoint_error("this graph belongs to a step that did not fit into memory: run forward again.");
+  }
+  if (is_interrupted_) {
+    recompute::throw_checkpoint_error(
+        "an earlier backward through this graph failed while it recomputed: run forward again.");
+  }
   if (profile_) profile_->note_use(saved.ref.value, /*is_release=*/false);
   try {
     const at::Tensor taken = view_for_backward(saved.ref);
@@ -143,16 +149,6 @@ void RecordedPass::drop_user(int32_t value) {
     op.is_pending = false;
     todo.insert(todo.end(), op.reads.begin(), op.reads.end());
     op.forget_arguments();
-  }
-}
-
-void RecordedPass::check_usable() const {
-  if (is_abandoned_) {
-    recompute::throw_checkpoint_error("this graph belongs to a step that did not fit into memory: run forward again.");
-  }
-  if (is_interrupted_) {
-    recompute::throw_checkpoint_error(
-        "an earlier backward through this graph failed while it recomputed: run forward again.");
   }
 }
 

@@ -56,7 +56,6 @@ class RecordedPass : public std::enable_shared_from_this<RecordedPass> {
   void count_users();
   bool is_needed(const RecordedOp& op) const;
   void drop_user(int32_t value);
-  void check_usable() const;
   at::Tensor view_for_backward(const TensorRef& ref);
   void materialize(int32_t value);
   std::unordered_map<int32_t, at::Tensor> writable(const RecordedOp& op);

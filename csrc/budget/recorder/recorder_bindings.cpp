@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "budget/budget.h"
-#include "budget/recorder/call.h"
 #include "budget/recorder/dispatch.h"
 #include "budget/recorder/recorder.h"
 

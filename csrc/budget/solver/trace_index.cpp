@@ -9,36 +9,32 @@
 namespace drivetrain::budget {
 namespace {
 
-// `whose`: the parts of a name, which is formatted only for an error.
-template <class... Whose>
-void check_seconds(double seconds, const Whose&... whose) {
-  if (seconds >= 0 && std::isfinite(seconds)) return;
-  throw UserError(text(whose..., " takes ", seconds, " seconds: expected a finite number, 0 or more"));
+// The parts of the message are joined only for an error.
+template <class... Parts>
+void require(bool holds, const Parts&... message) {
+  if (!holds) throw UserError(text(message...));
 }
 
-template <class... Whose>
-void check_bytes(int64_t bytes, const Whose&... whose) {
-  if (bytes < 0) throw UserError(text(whose..., " has ", bytes, " bytes: expected 0 or more"));
-}
+bool is_time(double seconds) { return seconds >= 0 && std::isfinite(seconds); }
+constexpr const char* kExpectedTime = " seconds: expected a finite number, 0 or more";
+constexpr const char* kExpectedBytes = " bytes: expected 0 or more";
 
 void check_value(const Trace& trace, int32_t index) {
   const TraceValue& value = trace.values[index];
-  check_bytes(value.bytes, "value ", index);
-  for (size_t format = 0; format < value.formats.size(); ++format) {
-    check_bytes(value.formats[format].bytes, "storage format ", format, " of value ", index);
-    check_seconds(value.formats[format].seconds, "storage format ", format, " of value ", index);
+  require(value.bytes >= 0, "value ", index, " has ", value.bytes, kExpectedBytes);
+  for (size_t i = 0; i < value.formats.size(); ++i) {
+    const auto& [bytes, seconds] = value.formats[i];
+    require(bytes >= 0, "storage format ", i, " of value ", index, " has ", bytes, kExpectedBytes);
+    require(is_time(seconds), "storage format ", i, " of value ", index, " takes ", seconds, kExpectedTime);
   }
   const auto count = static_cast<int64_t>(trace.values.size());
-  if (value.replaces < -1 || value.replaces >= count || value.replaces == index) {
-    throw UserError(text("value ", index, " replaces value ", value.replaces, ": expected another of the ", count,
-                         " values, or -1"));
-  }
+  require(value.replaces >= -1 && value.replaces < count && value.replaces != index, "value ", index,
+          " replaces value ", value.replaces, ": expected another of the ", count, " values, or -1");
 }
 
-template <class... Whose>
-void check_index(const Trace& trace, int32_t index, const Whose&... whose) {
-  if (index >= 0 && index < static_cast<int64_t>(trace.values.size())) return;
-  throw UserError(text(whose..., " value ", index, ": expected one of the ", trace.values.size(), " values"));
+void check_index(const Trace& trace, int32_t value, const char* part, int32_t index, const char* verb) {
+  const auto count = static_cast<int64_t>(trace.values.size());
+  require(value >= 0 && value < count, part, index, verb, value, ": expected one of the ", count, " values");
 }
 
 }  // namespace
@@ -48,13 +44,11 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   for (int32_t value = 0; value < count; ++value) check_value(trace, value);
   writer.assign(count, -1);
   for (int32_t op = 0; op < num_ops(); ++op) {
-    check_seconds(trace.ops[op].seconds, "op ", op);
+    require(is_time(trace.ops[op].seconds), "op ", op, " takes ", trace.ops[op].seconds, kExpectedTime);
     for (int32_t value : trace.ops[op].writes) {
-      check_index(trace, value, "op ", op, " writes");
-      if (writer[value] >= 0) {
-        throw UserError(text("value ", value, " is written by op ", writer[value], " and by op ", op,
-                             ": expected one operation to write it"));
-      }
+      check_index(trace, value, "op ", op, " writes value ");
+      require(writer[value] < 0, "value ", value, " is written by op ", writer[value], " and by op ", op,
+              ": expected one operation to write it");
       writer[value] = op;
     }
   }
@@ -65,11 +59,9 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   for (int32_t op = 0; op < num_ops(); ++op) {
     bool has_all_reads = true;
     for (int32_t value : trace.ops[op].reads) {
-      check_index(trace, value, "op ", op, " reads");
-      if (writer[value] >= op) {
-        throw UserError(text("op ", op, " reads value ", value, ", which op ", writer[value],
-                             " writes: expected an earlier operation to write it"));
-      }
+      check_index(trace, value, "op ", op, " reads value ");
+      require(writer[value] < op, "op ", op, " reads value ", value, ", which op ", writer[value],
+              " writes: expected an earlier operation to write it");
       if (is_external(value) || last_reader[value] == op) continue;
       last_reader[value] = op;
       reads[op].push_back(value);
@@ -86,13 +78,12 @@ TraceIndex::TraceIndex(const Trace& checked) : trace(checked) {
   is_taken.assign(count, 0);
   for (int32_t at = num_uses() - 1; at >= 0; --at) {
     const TraceUse& use = trace.uses[at];
-    check_index(trace, use.value, "use ", at, " is of");
+    check_index(trace, use.value, "use ", at, " is of value ");
     if (use.is_release) {
       ++num_releases[use.value];
-    } else if (num_releases[use.value] == 0) {
-      throw UserError(text("use ", at, " takes value ", use.value, ", which is not released after it: expected a ",
-                           "release after each take"));
     } else {
+      require(num_releases[use.value] > 0, "use ", at, " takes value ", use.value,
+              ", which is not released after it: expected a release after each take");
       is_taken[use.value] = 1;
     }
   }

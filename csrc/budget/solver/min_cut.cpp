@@ -85,20 +85,13 @@ double MinCut::price_of(int32_t value, double price, int8_t* entry) const {
 }
 
 void MinCut::set_price(double price) {
-  int8_t entry;
-  if (price < price_) {  // The flow may exceed the new capacities: start without any.
-    for (size_t edge = 0; edge < edges_.size(); edge += 2) {
-      edges_[edge].left += edges_[edge + 1].left;
-      edges_[edge + 1].left = 0;
-    }
-    flow_ = 0;
-    for (const SaveEdge& save : save_edges_) edges_[save.edge].left = price_of(save.value, price, &entry);
-  } else {
-    for (const SaveEdge& save : save_edges_) {
-      edges_[save.edge].left = std::max(0.0, price_of(save.value, price, &entry) - edges_[save.edge + 1].left);
-    }
+  for (size_t edge = 0; edge < edges_.size(); edge += 2) {  // takes the flow away
+    edges_[edge].left += edges_[edge + 1].left;
+    edges_[edge + 1].left = 0;
   }
-  price_ = price;
+  flow_ = 0;
+  int8_t entry;
+  for (const SaveEdge& save : save_edges_) edges_[save.edge].left = price_of(save.value, price, &entry);
 }
 
 bool MinCut::find_levels() {

@@ -25,7 +25,7 @@ inline double price_between(const PricedPolicy& high, const PricedPolicy& low) {
 // Solves a maximum flow by Dinic's algorithm. In the network, operations on the source's side are replayed, and values
 // on it are needed. A replayed operation costs its seconds (an edge to the sink) and needs its reads (infinite edges).
 // A needed value whose operation is not replayed is saved (an edge from value to operation). Backward's takes are the
-// source itself. A higher price starts from the flow of the one before.
+// source itself.
 class MinCut {
  public:
   explicit MinCut(const TraceIndex& index) : MinCut(index, index.num_ops()) {}
@@ -60,7 +60,6 @@ class MinCut {
   // Sums the longest restore time of each value that cannot be recomputed. A replay of its operation for another output
   // may restore the value as well.
   double free_seconds_ = 0;
-  double price_ = 0;
   double flow_ = 0;
   double negligible_ = 0;  // smaller capacities count as 0
   std::vector<int32_t> level_, queue_, path_;

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import re
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -506,7 +507,8 @@ def test_gradients_get_their_memory_back() -> None:
         [sys.executable, "-c", textwrap.dedent(FAULTS)], check=True, capture_output=True, text=True, timeout=60
     )
     faults = [int(count) for count in done.stdout.split()]
-    assert sum(faults[5:]) < 4000, faults  # every step's gradients have 10,600 pages
+    # Every step's gradients have 10,600 pages. malloc may still return some thousand to the system now and then.
+    assert statistics.median(faults[5:]) < 200, faults
 
 
 @run_on(2)

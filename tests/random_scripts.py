@@ -44,6 +44,7 @@ class Side:
         self.scheduler: Any = None
         self.log: list[str] = []
         self.kept: list[Tensor] = []
+        self.earlier: list[Any] = []  # scalers know optimizers by their ids, which must not come again
 
     def do(self, operation: str, arguments: dict[str, Any]) -> Any:
         """Returns the operation's result, or the exception that it raised."""
@@ -349,6 +350,7 @@ class Side:
         self._go_on_with(optimizer)
 
     def _go_on_with(self, optimizer: Any) -> None:
+        self.earlier.append(self.optimizer)
         self.optimizer, self.scheduler = optimizer, None
         by_group = [param for group in optimizer.param_groups for param in group["params"]]
         self.params = by_group

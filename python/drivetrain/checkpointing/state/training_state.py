@@ -194,7 +194,7 @@ class TrainingState:
             if sizes != expected_sizes:
                 raise ValueError(
                     f"optimizer[{index}] has groups of {sizes} parameters, expected {expected_sizes} as in the "
-                    "checkpoint"
+                    "checkpoint: before the block, add the groups that the training had added by then"
                 )
         for gradients, saved in zip(self._gradients, values["gradients"], strict=True):
             gradients.check(saved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import logging
+import multiprocessing
 import random
 import warnings
 import weakref
@@ -520,3 +521,17 @@ def test_a_loader_and_its_model_are_freed_at_once(tmp_path: Path) -> None:
     left = [one() for one in freed]
     gc.enable()
     assert left == [None] * 3
+
+
+def test_workers_close_their_files_at_once(tmp_path: Path) -> None:
+    """Scripts turn the garbage collector off, and start workers in each epoch."""
+    model, optimizer = small()
+    loader = DataLoader(list(range(6)), num_workers=1)
+    gc.disable()
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, data=loader, every=None) as ckpt:
+        for _ in loader:
+            workers = [weakref.ref(child._popen) for child in multiprocessing.active_children()]
+            ckpt.step()
+    left = [worker() for worker in workers]
+    gc.enable()
+    assert left == [None]

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -251,7 +252,8 @@ def _shielded(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         with _shields[-1].starting(loader):
             iterator = plain(loader)
         for worker in getattr(iterator, "_workers", ()):
-            worker._popen.terminate = functools.partial(_end, worker._popen)
+            # Not the object itself: a cycle would keep its files open until the garbage collector runs.
+            worker._popen.terminate = functools.partial(_end, weakref.proxy(worker._popen))
         return iterator
 
     return get_iterator

@@ -118,12 +118,16 @@ def overridden(optimizer: torch.optim.Optimizer) -> list[str]:
     cls: Any = type(optimizer)
     own = optimizer.__dict__
     base, names = _internals(cls)
-    return [name for name in names if name in own or _is_other(getattr(cls, name, None), getattr(base, name))]
+    return [
+        name
+        for name in names
+        if name in own or _unwrapped(getattr(cls, name, None)) is not _unwrapped(getattr(base, name))
+    ]
 
 
-def _is_other(method: Any, torchs: Any) -> bool:
-    # torch.compile() wraps methods of the classes that it finds under torch's names.
-    return method is not torchs and getattr(method, "_torchdynamo_orig_callable", method) is not torchs
+def _unwrapped(method: Any) -> Any:
+    """Returns what torch.compile() has wrapped, in the classes that it found under torch's names."""
+    return getattr(method, "_torchdynamo_orig_callable", method)
 
 
 def learning_rate(group: Group) -> float | Tensor:

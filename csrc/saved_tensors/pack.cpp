@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <utility>
 
 #include "base/check.h"
@@ -42,23 +43,33 @@ at::Tensor empty_bytes(int64_t size, c10::Device device) {
 
 // ---- Bits.
 
+// Shares the two values among threads while they find them.
+class SharedValues {
+ public:
+  explicit SharedValues(uint64_t first) : values_{{first, first}} {}
+
+  TwoValues get() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return values_;
+  }
+
+  // Returns false if the second value differs from the one that another thread found.
+  bool merge(const TwoValues& found) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!values_.has_second()) values_ = found;
+    return !found.has_second() || found.bits[1] == values_.bits[1];
+  }
+
+ private:
+  std::mutex mutex_;
+  TwoValues values_;
+};
+
 // Returns the bytes of an element as an integer, padded with zeros.
 uint64_t element_bits(const void* element, size_t size) {
   uint64_t bits = 0;
   std::memcpy(&bits, element, size);
   return bits;
-}
-
-// Returns the first value of a tensor and the first that differs from it. For bool tensors, the first is false
-// whichever comes first, as on CUDA, and the second is true if there is none.
-TwoValues two_values_in(const char* bytes, int64_t numel, int size, bool is_bool) {
-  const uint64_t first = is_bool || numel == 0 ? 0 : element_bits(bytes, size);
-  int64_t other = 0;
-  if (numel > 0 && element_bits(bytes, size) == first) {
-    other = (std::mismatch(bytes + size, bytes + numel * size, bytes).first - bytes) / size;
-  }
-  const uint64_t missing = is_bool ? 1 : first;
-  return {{first, other < numel ? element_bits(bytes + other * size, size) : missing}};
 }
 
 // Returns two values of `size` bytes each as Packed::extra.
@@ -82,23 +93,28 @@ std::optional<Packed> pack_bits(const at::Tensor& flat) {
   if (flat.is_cuda()) return pack_bits_cuda(flat);
   const int64_t numel = flat.numel();
   const auto size = static_cast<int>(flat.element_size());
-  const auto* from = static_cast<const char*>(flat.const_data_ptr());
-  const TwoValues values = two_values_in(from, numel, size, flat.scalar_type() == at::kBool);
-  Packed packed{Packing::kBits, flat.scalar_type(), numel, empty_bytes((numel + 7) / 8, flat.device()),
-                extra_of(values, size)};
+  const void* from = flat.const_data_ptr();
+  // A bit of 0 stands for false in bool tensors, whichever comes first, as on CUDA.
+  const bool is_bool = flat.scalar_type() == at::kBool;
+  SharedValues shared(numel == 0 || is_bool ? 0 : element_bits(from, size));
+  Packed packed{Packing::kBits, flat.scalar_type(), numel, empty_bytes((numel + 7) / 8, flat.device()), {}};
   auto* to = static_cast<uint8_t*>(packed.bytes.data_ptr());
   const auto pack_bits_cpu = for_chosen_isa(DT_BY_ISA(saved_tensors, pack_bits_cpu));
   std::atomic<bool> has_third{false};
   const auto pack_pieces = [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end && !has_third; ++piece) {
+      TwoValues values = shared.get();
       const int64_t last = std::min((piece + 1) * kPiece, numel);
-      if (!pack_bits_cpu(from, size, piece * kPiece, last, values, to)) has_third = true;
+      if (!pack_bits_cpu(from, size, piece * kPiece, last, values, to) || !shared.merge(values)) has_third = true;
     }
   };
   // The first piece is packed without threads: a tensor with many values mostly shows a third one there.
   pack_pieces(0, std::min<int64_t>(num_pieces(numel), 1));
   if (!has_third) parallel_for(1, num_pieces(numel), kGrain, pack_pieces);
   if (has_third) return std::nullopt;
+  TwoValues values = shared.get();
+  if (is_bool && !values.has_second()) values.bits[1] = 1;
+  packed.extra = extra_of(values, size);
   return packed;
 }
 

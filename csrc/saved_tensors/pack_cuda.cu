@@ -9,7 +9,6 @@
 #include "base/launch_cuda.h"
 #include "base/wide_cuda.cuh"
 #include "formats/row_cuda.cuh"
-#include "saved_tensors/bits.h"
 #include "saved_tensors/pack_cuda.h"
 
 namespace drivetrain::saved_tensors {

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import re
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -503,12 +502,14 @@ FAULTS = """
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer has its own allocator")
 def test_gradients_get_their_memory_back() -> None:
     """A gradient that was copied to the flat buffer leaves its memory to the next one, not to the system."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FAULTS)], check=True, capture_output=True, text=True, timeout=60
-    )
-    faults = [int(count) for count in done.stdout.split()]
-    # Every step's gradients have 10,600 pages. malloc may still return some thousand to the system now and then.
-    assert statistics.median(faults[5:]) < 200, faults
+    for _ in range(3):  # malloc may return a few thousand pages to the system, now and then
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(FAULTS)], check=True, capture_output=True, text=True, timeout=60
+        )
+        faults = [int(count) for count in done.stdout.split()]
+        if sum(faults[5:]) < 4000:
+            break
+    assert sum(faults[5:]) < 4000, faults  # every step's gradients have 10,600 pages
 
 
 @run_on(2)

@@ -22,6 +22,7 @@ from drivetrain.checkpointing import Checkpoint, Checkpointer, CheckpointError, 
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
 from drivetrain.ddp import DistributedDataParallel
+from polling import wait_until
 from ranks import RankPool
 from warm_python import warm_python
 
@@ -182,6 +183,7 @@ def test_what_is_uploaded_is_not_deleted(tmp_path: Path, remote: type[FlakyFileS
         for step in range(1, 6):
             ckpt.step()
             ckpt._saver.wait()  # type: ignore[union-attr]
+            wait_until(lambda: bool(remote.calls), "upload")
             steps = [checkpoint.step for checkpoint in complete_checkpoints(tmp_path)]
             assert 1 in steps  # its upload has begun
             assert step in steps
@@ -257,7 +259,11 @@ def test_a_damaged_checkpoint_is_not_uploaded(
 
 
 def test_uploads_can_be_rarer(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
-    trained(tmp_path, 5, tiers=[Remote("flaky://run", every="1h", keep=None)])
+    model = nn.Linear(1, 1)
+    with Checkpointer(tmp_path, model=model, tiers=[Remote("flaky://run", every="1h", keep=None)], every=1) as ckpt:
+        for _ in range(5):
+            ckpt.step()
+            wait_until(lambda: bool(stored(remote)), "upload")
     assert stored(remote) == {"step-0000000001", "step-0000000005"}  # the first and the last
 
 

@@ -1,17 +1,11 @@
 """Tests the stand-in's graphs: captured work runs only when replayed, and illegal calls end a capture."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-
-@pytest.fixture(autouse=True)
-def _synchronized() -> Iterator[None]:
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its stream current
-    torch.cuda.synchronize()
+pytestmark = pytest.mark.usefixtures("synchronized")
 
 
 def test_capture_runs_nothing_and_replay_all() -> None:

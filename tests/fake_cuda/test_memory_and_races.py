@@ -3,19 +3,13 @@
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("synchronized")
 Errors = Callable[[], list[str]]
-
-
-@pytest.fixture(autouse=True)
-def _synchronized() -> Iterator[None]:
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
 
 
 @pytest.mark.fake_cuda_errors

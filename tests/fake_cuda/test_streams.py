@@ -2,7 +2,7 @@
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import fake_cuda
 RUNTIME = ctypes.CDLL(None)
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 INVALID_VALUE, INVALID_HANDLE, NOT_READY = 1, 400, 600
+pytestmark = pytest.mark.usefixtures("synchronized")
 LONG = 100_000_000  # cycles of torch.cuda._sleep: 50 ms
 
 
@@ -23,13 +24,6 @@ def copy_async(to: int, source: int, num_bytes: int, kind: int, stream: torch.cu
 @pytest.fixture
 def stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
-
-
-@pytest.fixture(autouse=True)
-def _synchronized() -> Iterator[None]:
-    torch.cuda.synchronize()
-    yield
-    torch.cuda.synchronize()
 
 
 def test_work_is_late(stream: torch.cuda.Stream) -> None:

@@ -71,8 +71,8 @@ def test_illegal_calls_end_a_capture(call: str) -> None:
     # torch's own stream for captures may be one of these, as there are 32 in all.
     main, side, other = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
     event = other.record_event()
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(graph, stream=main):  # noqa: PT012
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(graph, pool, main):  # noqa: PT012
         x.add_(1)
         if call == "item":
             x.sum().item()
@@ -84,6 +84,7 @@ def test_illegal_calls_end_a_capture(call: str) -> None:
                 x.add_(1)
         elif call == "outside":
             torch.cuda.current_stream().wait_event(event)
+    torch._C._cuda_endAllocateToPool(0, pool)  # torch leaves it open, and then keeps all cached memory
     torch.cuda.set_stream(torch.cuda.default_stream())
     assert x.tolist() == [0] * 4  # the device still works
 

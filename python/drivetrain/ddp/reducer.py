@@ -161,10 +161,11 @@ class Reducer(_C.Reducer):
             return
         self._has_warned = True
         warnings.warn(
-            f"drivetrain: {type(optimizer).__name__} steps between two backward passes of one forward pass of "
-            f"{self.title}. Some of its gradients are means over ranks by now, and others are this rank's share of "
-            "them, so that replicas will differ. Under torch they are all this rank's own. Step after the last "
-            "backward pass, or use a wrapper for each part of the model that steps by itself.",
+            f"drivetrain: {type(optimizer).__name__} steps before backward has reached all parameters of {self.title}. "
+            "Some of its gradients are means over ranks by now, and others are this rank's share of them, so that "
+            "replicas will differ. Under torch they are all this rank's own. If the loss leaves parameters out, pass "
+            "find_unused_parameters=True. If another backward pass follows, step after it, or use a wrapper for each "
+            "part of the model that steps by itself.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -573,6 +573,20 @@ def test_state_keeps_its_dtype_where_torch_casts_it() -> None:
     assert same_bits(other.state[params[0]]["exp_avg"], state["state"][0]["exp_avg"])
 
 
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("options", [{}, {"state_bits": 32}])
+def test_states_loaded_after_install_have_the_dtype_of_fresh_ones(options: dict[str, Any]) -> None:
+    params = make_params(torch.float32)
+    optimizer = torch.optim.AdamW(params, **options)
+    steps(optimizer, params)
+    params = make_params(torch.bfloat16)
+    other = torch.optim.AdamW(params, **options)
+    other.load_state_dict(optimizer.state_dict())
+    expected = torch.float32 if options else torch.bfloat16  # torch's
+    assert {other.state[param]["exp_avg_sq"].dtype for param in params} == {expected}
+    assert {other.state[param]["step"].dtype for param in params} == {torch.float32}
+
+
 def test_a_users_hook_may_replace_what_is_loaded() -> None:
     params = make_params(torch.bfloat16)
     optimizer = optim.AdamW(params, state_bits=8, min_8bit_size=0)

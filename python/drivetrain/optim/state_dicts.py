@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import _C
 from . import precision
 from .engine import Engine
+from .kept import stands_for_torchs
 from .native_step import counter_device
 from .rule import Group, options_of, torchs_base
 from .sharded import dtensors, pieces
@@ -48,9 +49,14 @@ def restore(engine: Engine) -> None:
             group.setdefault(option, value)
     if (saved := kept.loading) is not None:
         for saved_group, group in zip(saved["param_groups"], engine.param_groups, strict=True):
+            asked, states = engine.precision_of(group), {}
+            if stands_for_torchs(type(optimizer)):
+                states = dict(_C.optim_states(engine.rule.name_of(engine.read(group))))
             for key, param in zip(saved_group["params"], group["params"], strict=True):
                 for name, value in saved["state"].get(key, {}).items():
-                    if isinstance(value, Tensor) and name != "step":  # torch keeps the dtype of that one
+                    is_cast = name in states and _C.optim_state_dtype(asked, param, states[name]) is None
+                    # torch casts to the parameter's dtype, except for the step counter.
+                    if isinstance(value, Tensor) and name != "step" and not is_cast:
                         optimizer.state[param][name] = value.to(param.device)
     place_step_counters(engine)
 

@@ -8,6 +8,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SubsetRandomSamp
 
 import drivetrain
 from checkpoint_crashes.resumes import Run
+from drivetrain.checkpointing import Checkpointer
 from drivetrain.data import ResumableSampler
 
 ROWS, BATCH = 42, 8  # the last batch of an epoch has two rows
@@ -56,6 +58,25 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
+def batches(
+    run: Run, model: nn.Module, loader: Any, watched: nn.Module | None = None, **objects: Any
+) -> Iterator[tuple[Checkpointer, int, Tensor]]:
+    """Yields the batches of a run with its Checkpointer and the epoch, and makes a step after each one.
+
+    The loop puts the loss into `run.loss`. The weights of `watched`, or of the model, are compared.
+    """
+    ckpt = run.checkpointer(model=model, data=loader, **objects)
+    with ckpt, objects.get("window") or nullcontext():
+        for epoch in range(ckpt.epoch, EPOCHS):
+            if hasattr(loader.sampler, "set_epoch"):
+                loader.sampler.set_epoch(epoch)
+            for rows in loader:
+                yield ckpt, epoch, rows
+                ckpt.step()
+                if run.ends(watched or model, run.loss):
+                    return
+
+
 def plain(run: Run) -> None:
     _over(run, shuffled())
 
@@ -68,15 +89,11 @@ def schedule_per_epoch(run: Run) -> None:
     model, loader = net(), shuffled(drop_last=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)
-    with run.checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                descend(optimizer, loss := loss_of(model, rows))
-                if ckpt.steps % len(loader) == len(loader) - 1:
-                    scheduler.step()
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    for ckpt, _, rows in batches(run, model, loader, optimizer=optimizer, scheduler=scheduler):
+        run.loss = loss_of(model, rows)
+        descend(optimizer, run.loss)
+        if ckpt.steps % len(loader) == len(loader) - 1:
+            scheduler.step()
 
 
 def averages_swapped_in(run: Run) -> None:
@@ -109,17 +126,13 @@ def stochastic_weight_averaging(run: Run) -> None:
     swa = AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = SWALR(optimizer, swa_lr=0.01, anneal_epochs=5)
-    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    with run.checkpointer(**objects, data=loader, extra={"swa": swa}) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                descend(optimizer, loss := loss_of(model, rows))
-                if ckpt.steps % 3 == 2:
-                    swa.update_parameters(model)
-                    scheduler.step()
-                ckpt.step()
-                if run.ends(swa, loss):
-                    return
+    objects = {"optimizer": optimizer, "scheduler": scheduler, "extra": {"swa": swa}}
+    for ckpt, _, rows in batches(run, model, loader, watched=swa, **objects):
+        run.loss = loss_of(model, rows)
+        descend(optimizer, run.loss)
+        if ckpt.steps % 3 == 2:
+            swa.update_parameters(model)
+            scheduler.step()
 
 
 def two_optimizers(run: Run) -> None:
@@ -132,65 +145,44 @@ def two_optimizers(run: Run) -> None:
     both = nn.ModuleDict({"generator": generator, "critic": critic})
     of_generator = drivetrain.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.999))
     of_critic = torch.optim.Adam(critic.parameters(), lr=1e-2, betas=(0.5, 0.999))
-    with run.checkpointer(model=both, optimizer=[of_generator, of_critic], data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                fake = generator(torch.randn(len(rows), 4))
-                of_critic.zero_grad()
-                loss = critic(fake.detach()).sigmoid().mean() - critic(rows).sigmoid().mean()
-                loss.backward()
-                of_critic.step()
-                descend(of_generator, -critic(fake).mean())
-                ckpt.step()
-                if run.ends(both, loss):
-                    return
+    for _, _, rows in batches(run, both, loader, optimizer=[of_generator, of_critic]):
+        fake = generator(torch.randn(len(rows), 4))
+        run.loss = critic(fake.detach()).sigmoid().mean() - critic(rows).sigmoid().mean()
+        descend(of_critic, run.loss)
+        descend(of_generator, -critic(fake).mean())
 
 
 def accumulates_by_hand(run: Run) -> None:
     model, loader = net(), shuffled()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                loss = loss_of(model, rows) / 3
-                loss.backward()
-                if ckpt.steps % 3 == 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    for ckpt, _, rows in batches(run, model, loader, optimizer=optimizer):
+        run.loss = loss_of(model, rows) / 3
+        run.loss.backward()
+        if ckpt.steps % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def accumulation_window(run: Run) -> None:
     model, loader = net(), shuffled()
     optimizer = drivetrain.optim.AdamW(model.parameters(), lr=1e-2)
     window = drivetrain.accumulate(model, optimizer, steps=3)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader, window=window) as ckpt, window:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                window.backward(loss := loss_of(model, rows), weight=len(rows))
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    for _, _, rows in batches(run, model, loader, optimizer=optimizer, window=window):
+        run.loss = loss_of(model, rows)
+        window.backward(run.loss, weight=len(rows))
 
 
 def scaled(run: Run) -> None:
     model, loader = net(), shuffled()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
-    with run.checkpointer(model=model, optimizer=optimizer, scaler=scaler, data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                optimizer.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = loss_of(model, rows).float() * (math.inf if ckpt.steps == 6 else 1.0)  # one step is skipped
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    for ckpt, _, rows in batches(run, model, loader, optimizer=optimizer, scaler=scaler):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            run.loss = loss_of(model, rows).float() * (math.inf if ckpt.steps == 6 else 1.0)  # one step is skipped
+        scaler.scale(run.loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def weighted_sampler(run: Run) -> None:
@@ -269,20 +261,12 @@ def stateful_loader(run: Run) -> None:
 
 
 def _over(run: Run, loader: Any, **options: Any) -> None:
-    """Trains over a loader, and looks at a batch of it now and then."""
+    """Trains over a loader."""
     model = net()
     optimizer = drivetrain.optim.AdamW(model.parameters(), lr=1e-2, **options)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader) as ckpt:
-        for epoch in range(ckpt.epoch, EPOCHS):
-            if hasattr(loader.sampler, "set_epoch"):
-                loader.sampler.set_epoch(epoch)
-            for rows in loader:
-                if len(rows) == 1:
-                    continue
-                descend(optimizer, loss := loss_of(model, rows))
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    for _, _, rows in batches(run, model, loader, optimizer=optimizer):
+        run.loss = loss_of(model, rows)
+        descend(optimizer, run.loss)
 
 
 def consumed_samples(run: Run) -> None:
@@ -350,14 +334,10 @@ def early_stopping(run: Run) -> None:
 
     model, loader = net(), shuffled()
     best, optimizer = Best(model), torch.optim.Adagrad(model.parameters(), lr=0.1)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader, extra={"best": best}) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
-                descend(optimizer, loss := loss_of(model, rows))
-                best.see(loss.item())
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    for _, _, rows in batches(run, model, loader, optimizer=optimizer, extra={"best": best}):
+        run.loss = loss_of(model, rows)
+        descend(optimizer, run.loss)
+        best.see(run.loss.item())
 
 
 def replay_buffer(run: Run) -> None:
@@ -395,20 +375,15 @@ def replay_buffer(run: Run) -> None:
 def closure(run: Run) -> None:
     model, loader = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), shuffled()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
-            for rows in loader:
+    for _, _, rows in batches(run, model, loader, optimizer=optimizer):
 
-                def evaluate(rows: Tensor = rows) -> Tensor:
-                    optimizer.zero_grad()
-                    loss = loss_of(model, rows)
-                    loss.backward()
-                    return loss
+        def evaluate(rows: Tensor = rows) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rows)
+            loss.backward()
+            return loss
 
-                loss = optimizer.step(evaluate)
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+        run.loss = optimizer.step(evaluate)
 
 
 def thawed(run: Run) -> None:
@@ -416,15 +391,11 @@ def thawed(run: Run) -> None:
     model, loader = net(), shuffled()
     groups = [{"params": model[:4].parameters(), "lr": 1e-3}, {"params": model[4].parameters(), "lr": 1e-2}]
     optimizer = drivetrain.optim.AdamW(groups)
-    with run.checkpointer(model=model, optimizer=optimizer, data=loader) as ckpt:
-        for epoch in range(ckpt.epoch, EPOCHS):
-            for param in model[:4].parameters():
-                param.requires_grad_(epoch > 0)
-            for rows in loader:
-                descend(optimizer, loss := loss_of(model, rows))
-                ckpt.step()
-                if run.ends(model, loss):
-                    return
+    for _, epoch, rows in batches(run, model, loader, optimizer=optimizer):
+        for param in model[:4].parameters():
+            param.requires_grad_(epoch > 0)
+        run.loss = loss_of(model, rows)
+        descend(optimizer, run.loss)
 
 
 def two_loaders(run: Run) -> None:

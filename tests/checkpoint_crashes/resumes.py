@@ -39,7 +39,12 @@ class Run:
         folder: Has the checkpoints, and a line for each step of all processes.
         seed: Draws how often the run saves, and when it dies.
         death: The step after which it dies; None for a run that ends.
+
+    Attributes:
+        loss: The loss of the current step, if the loop puts it here.
     """
+
+    loss: Tensor
 
     def __init__(self, folder: Path, seed: int, death: int | None) -> None:
         self._folder, self._death = folder, death

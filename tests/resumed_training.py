@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -230,8 +230,12 @@ def evaluate(model: nn.Module, rows: Tensor) -> None:
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Returns a checksum of all parameters, buffers and optimizer states."""
     states = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    return checksum_of([*model.state_dict().values(), *states])
+
+
+def checksum_of(tensors: Iterable[Tensor]) -> int:
     checksum = 0
-    for tensor in [*model.state_dict().values(), *states]:
+    for tensor in tensors:
         checksum = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
 
@@ -300,6 +304,22 @@ def _serve(
     except Exception:
         errors.write(traceback.format_exc())
         sys.exit(1)
+
+
+def trained(directory: Path, steps: int, every: int | None = 1, size: int = 8, **options: Any) -> Checkpointer:
+    """Makes some steps, each of which adds 1 to the weights, and checks that they continue from the last one."""
+    model = nn.Linear(size, size)
+    nn.init.zeros_(model.weight)
+    with Checkpointer(directory, model=model, every=every, **options) as ckpt:
+        torch.testing.assert_close(
+            model.weight.detach(), torch.full_like(model.weight, float(ckpt.steps)), rtol=0, atol=0
+        )
+        for _ in range(steps):
+            with torch.no_grad():
+                model.weight.add_(1)
+            ckpt.step()
+            ckpt._open_saver().wait()
+    return ckpt
 
 
 def newest(directory: Path) -> Checkpoint | None:

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from checkpoint_crashes import damage, group_signals, harness, moves, resumes, signals, writes
+from checkpoint_crashes.contents import Round, rounds_of
 
 RECORDED_RUNS = 10
 KINDS = [
@@ -61,7 +62,7 @@ def main() -> int:
     return int(failed)
 
 
-def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[tuple[int, bool, list[str]]]]]:
+def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[Round]]]:
     """Yields each kind of crash with its rounds: (seed, whether the process crashed, problems)."""
     with harness.Server(harness.build_shim(folder)) as server:
         yield "kill -9 of one rank", harness.kill_rounds(server, folder, seeds, 1)
@@ -69,19 +70,16 @@ def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[tuple[int,
         yield "kill -9, encrypted", harness.kill_rounds(server, folder, seeds, 1, is_encrypted=True)
         directory, calls = harness.record_saves(server, folder, RECORDED_RUNS)
         encrypted = harness.record_saves(server, folder, RECORDED_RUNS, is_encrypted=True)
-    cuts = harness.cut_rounds(directory, calls, folder, seeds)
-    yield "power cut", ((seed, True, problems) for seed, problems in cuts)
-    cuts = harness.cut_rounds(*encrypted, folder, seeds, is_encrypted=True)
-    yield "power cut, encrypted", ((seed, True, problems) for seed, problems in cuts)
-    flips = harness.flip_rounds(folder, seeds)
-    yield "flipped bit", ((seed, True, problems) for seed, problems in flips)
+    yield "power cut", harness.cut_rounds(directory, calls, folder, seeds)
+    yield "power cut, encrypted", harness.cut_rounds(*encrypted, folder, seeds, is_encrypted=True)
+    yield "flipped bit", harness.flip_rounds(folder, seeds)
     yield "write between steps", writes.write_rounds(folder, seeds)
     yield "damage of files and their copies", damage.damage_rounds(folder, seeds)
     some = seeds[: -(-len(seeds) // SIGNALS_PER_ROUND)]
-    yield "SIGTERM", signals.signal_rounds(folder, some)
-    yield "signal to a job with workers", group_signals.group_rounds(folder, some)
-    yield "resume of a loop", resumes.resume_rounds(folder, some)
-    yield "move to other numbers of ranks", moves.move_rounds(folder, some)
+    yield "SIGTERM", rounds_of(signals.signal_round, folder, some)
+    yield "signal to a job with workers", rounds_of(group_signals.group_round, folder, some)
+    yield "resume of a loop", rounds_of(resumes.resume_round, folder, some)
+    yield "move to other numbers of ranks", rounds_of(moves.move_round, folder, some)
 
 
 if __name__ == "__main__":

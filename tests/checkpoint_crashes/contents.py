@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +15,16 @@ from drivetrain.checkpointing.store.reading import complete_checkpoints
 
 KEEP = 2
 KEYS = Encryption(key=lambda key_id: ("crashes", bytes(range(32))))
+Round = tuple[int, bool, list[str]]  # seed, whether a process crashed, problems
+
+
+def rounds_of(one_round: Callable[[Path, int], list[str]], folder: Path, seeds: range) -> Iterator[Round]:
+    """Yields (seed, True, problems) for each seed. Folders of rounds with problems are left."""
+    for seed in seeds:
+        place = folder / f"{one_round.__name__}-{seed}"
+        if not (problems := one_round(place, seed)):
+            shutil.rmtree(place)
+        yield seed, True, problems
 
 
 def tensors_of(count: int, rank: int = 0) -> dict[str, Tensor]:

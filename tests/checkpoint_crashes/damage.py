@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import resumed_training
+from checkpoint_crashes.contents import Round
 from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote
 
 STEPS = 3
@@ -42,21 +44,12 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def trained(directory: Path, steps: int, url: Path | None = None, keep: int = 3) -> Checkpointer:
-    """Makes some steps, each with a save, that add 1 to the weights; checks that they continue from the last step."""
-    model = nn.Linear(8, 8)
-    nn.init.zeros_(model.weight)
+    """Makes some steps of a run with a remote, each with a save."""
     tiers = [] if url is None else [Remote(f"file://{url}", keep=None)]
-    with Checkpointer(directory, model=model, every=None, keep=keep, tiers=tiers, run="tested") as ckpt:
-        torch.testing.assert_close(model.weight.detach(), torch.full((8, 8), float(ckpt.steps)), rtol=0, atol=0)
-        for _ in range(steps):
-            with torch.no_grad():
-                model.weight.add_(1)
-            ckpt.step()
-            ckpt.save()
-    return ckpt
+    return resumed_training.trained(directory, steps, keep=keep, tiers=tiers, run="tested")
 
 
-def damage_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
+def damage_rounds(folder: Path, seeds: range) -> Iterator[Round]:
     """Yields (seed, True, problems) for each seed."""
     warnings.filterwarnings("ignore", "the training continues with step")
     original = folder / "undamaged"

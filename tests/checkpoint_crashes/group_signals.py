@@ -6,12 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -72,16 +71,11 @@ def train(folder: Path, method: str, is_persistent: bool) -> None:
             steps.write(f"{ckpt.steps}\n")
 
 
-def group_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
-    """Yields (seed, True, problems) for each seed. Seeds take all start methods, signals and routes in turn."""
-    for seed in seeds:
-        place = folder / f"group-{seed}"
-        method, number, route = METHODS[seed % 3], SIGNALS[seed // 3 % 2], ROUTES[seed // 6 % 3]
-        rng = random.Random(seed)
-        problems = signaled(place, method, number, route, rng.random() < 0.5, rng.randrange(1, 20), rng.random() * 0.02)
-        if not problems:
-            shutil.rmtree(place)
-        yield seed, True, problems
+def group_round(folder: Path, seed: int) -> list[str]:
+    """Returns what is wrong after a signal. Seeds take all start methods, signals and routes in turn."""
+    method, number, route = METHODS[seed % 3], SIGNALS[seed // 3 % 2], ROUTES[seed // 6 % 3]
+    rng = random.Random(seed)
+    return signaled(folder, method, number, route, rng.random() < 0.5, rng.randrange(1, 20), rng.random() * 0.02)
 
 
 def signaled(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoint_crashes.contents import KEEP, KEYS, problems_after_restart, problems_of, step_of, tensors_of
+from checkpoint_crashes.contents import KEEP, KEYS, Round, problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Call, Disk, read_trace
 from drivetrain.checkpointing import Store
 from drivetrain.checkpointing.store.reading import complete_checkpoints, find_checkpoints
@@ -80,7 +80,7 @@ class Server:
 
 def kill_rounds(
     server: Server, folder: Path, seeds: range, world_size: int, is_encrypted: bool = False
-) -> Iterator[tuple[int, bool, list[str]]]:
+) -> Iterator[Round]:
     """Kills a run once per seed, and restarts it in the same directory. Yields (seed, was killed, problems).
 
     Three of four rounds kill at a random system call, before, within or after it; the others after a random time. The
@@ -130,8 +130,8 @@ def record_saves(server: Server, folder: Path, rounds: int, is_encrypted: bool =
 
 def cut_rounds(
     directory: str, calls: list[Call], folder: Path, seeds: range, is_encrypted: bool = False
-) -> Iterator[tuple[int, list[str]]]:
-    """Cuts the power at a random call per seed, and restarts from a random disk state. Yields (seed, problems)."""
+) -> Iterator[Round]:
+    """Cuts the power at a random call per seed, and restarts from a random disk state."""
     points = sorted((random.Random(seed).randrange(len(calls) + 1), seed) for seed in seeds)
     disk, at, acknowledged = Disk(directory), 0, 0
     for point, seed in points:
@@ -144,12 +144,12 @@ def cut_rounds(
         draw = random.Random(f"state {seed}")
         disk.write_state(state, draw)
         problems = problems_after_restart(state, acknowledged, KEYS if is_encrypted else None)
-        yield seed, [f"call {point}: {problem}" for problem in problems]
+        yield seed, True, [f"call {point}: {problem}" for problem in problems]
         shutil.rmtree(state)
 
 
-def flip_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, list[str]]]:
-    """Flips one random bit of a random file of a checkpoint per seed. Yields (seed, problems).
+def flip_rounds(folder: Path, seeds: range) -> Iterator[Round]:
+    """Flips one random bit of a random file of a checkpoint per seed. Yields (seed, True, problems).
 
     `verify` or the search for checkpoints must find each flip, and name the file. For a bit of a tensor, `verify` must
     also name the tensor and the chunk, and loading must fail.
@@ -168,11 +168,11 @@ def flip_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, list[str]]]:
             byte = stream.read(1)[0]
             stream.seek(at)
             stream.write(bytes([byte ^ 1 << draw.randrange(8)]))
-        yield seed, [f"{path}, byte {at}: {problem}" for problem in _missed_flip(path, at)]
+        yield seed, True, [f"{path}, byte {at}: {problem}" for problem in _missed_flip(path, at)]
         with path.open("r+b") as stream:
             stream.seek(at)
             stream.write(bytes([byte]))
-    yield seeds.stop, problems_of(directory, KEEP + 2)
+    yield seeds.stop, True, problems_of(directory, KEEP + 2)
 
 
 def _missed_flip(path: Path, at: int) -> list[str]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
-import signal
 import threading
 import time
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import drivetrain
+from checkpoint_crashes.resumes import die_after
 from drivetrain import DistributedDataParallel
 from drivetrain.checkpointing import Checkpointer, continue_in_place
 from drivetrain.data import ResumableSampler
+from resumed_training import checksum_of
 from warm_python import warm_context
 
 PARTS, STEPS, BATCH = 8, 2, 2
@@ -139,7 +138,7 @@ def train_in_group(of: Training, death: tuple[int, float] | None) -> None:
                     continue
                 note(of.folder / f"log-{rank}", ckpt.steps, model, optimizer)
                 if death is not None and ckpt.steps >= death[0]:
-                    threading.Thread(target=_die_after, args=(death[1],), daemon=True).start()
+                    threading.Thread(target=die_after, args=(death[1],), daemon=True).start()
                     death = None
                 ckpt.step()
                 if ckpt.steps == of.steps:
@@ -147,16 +146,9 @@ def train_in_group(of: Training, death: tuple[int, float] | None) -> None:
 
 
 def note(log: Path, step: int, model: nn.Module, optimizer: Any) -> None:
-    bits = 0
-    for value in [*model.parameters(), torch.tensor(optimizer.grad_norm)]:
-        bits = zlib.crc32(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), bits)
+    bits = checksum_of([*model.parameters(), torch.tensor(optimizer.grad_norm)])
     with log.open("a") as lines:
         lines.write(json.dumps([step, bits]) + "\n")
-
-
-def _die_after(seconds: float) -> None:
-    time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def live(of: Training, life: int, size: int, deaths: Mapping[int, tuple[int, float]]) -> list[int | None]:
@@ -183,38 +175,29 @@ def lines_of(folder: Path) -> set[tuple[int, int]]:
     return {tuple(json.loads(line)) for log in folder.glob("log-*") for line in log.read_text().splitlines()}
 
 
-def move_round(name: str, folder: Path, seed: int, steps: int, lives: int) -> list[str]:
+def move_round(folder: Path, seed: int) -> list[str]:
     """Runs a training on one number of ranks, and again with deaths and other numbers. Returns what is wrong.
 
-    The second one shares the optimizer's states, or gradients as well, among the ranks of most lives.
+    The second one shares the optimizer's states, or gradients as well, among the ranks of most lives. Seeds take the
+    models in turn, and some trainings are long.
     """
+    name = MODELS[seed % len(MODELS)]
+    steps, lives = (300, 6) if seed % LONG_EVERY == 0 else (12, 3)
     rng = random.Random(seed)
     ends = [*sorted(rng.sample(range(steps - 1), lives - 1)), None]
     (folder / "whole").mkdir(parents=True)
     (folder / "moved").mkdir()
     if any(codes := live(Training(name, folder / "whole", steps), 0, rng.choice(SIZES), {})):
-        return [f"the ranks of the whole run ended with {codes}"]
+        return [f"{name}: the ranks of the whole run ended with {codes}"]
     sizes = [*rng.sample(SIZES, 3), *rng.choices(SIZES, k=lives - 3)]
     for life, (size, step) in enumerate(zip(sizes, ends, strict=True)):
         deaths = {} if step is None else {rng.randrange(size): (step, rng.random() * 0.05)}
         moved = Training(name, folder / "moved", steps, shard=rng.choice(SHARDS))
         codes = live(moved, life, size, deaths)
         if step is None and any(codes):
-            return [f"the last ranks ended with {codes}"]
+            return [f"{name}: the last ranks ended with {codes}"]
     want, got = lines_of(folder / "whole"), lines_of(folder / "moved")
     if len(want) != steps:
-        return [f"the ranks of the whole run differ: {sorted(want)}"]
+        return [f"{name}: the ranks of the whole run differ: {sorted(want)}"]
     wrong = sorted({step for step, _ in got ^ want})
-    return [f"steps {wrong} differ, deaths at {ends[:-1]} on {sizes} ranks"] if wrong else []
-
-
-def move_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
-    """Yields (seed, True, problems) for each seed. Seeds take the models in turn, and some trainings are long."""
-    for seed in seeds:
-        name = MODELS[seed % len(MODELS)]
-        steps, lives = (300, 6) if seed % LONG_EVERY == 0 else (12, 3)
-        place = folder / f"move-{seed}"
-        problems = [f"{name}: {problem}" for problem in move_round(name, place, seed, steps, lives)]
-        if not problems:
-            shutil.rmtree(place)
-        yield seed, True, problems
+    return [f"{name}: steps {wrong} differ, deaths at {ends[:-1]} on {sizes} ranks"] if wrong else []

@@ -6,13 +6,10 @@ import importlib
 import json
 import os
 import random
-import shutil
 import signal
 import threading
 import time
 import traceback
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from frameworks import resumed_trainers as trainers
+from resumed_training import checksum_of
 from warm_python import warm_context
 
 STEPS = 28  # five epochs of most loops
@@ -62,9 +60,7 @@ class Run:
     def ends(self, model: nn.Module, loss: Tensor) -> bool:
         """Notes the loss and the weights of a step, and returns whether it is the last one."""
         assert self._ckpt is not None
-        step, bits = self._ckpt.steps, 0
-        for tensor in model.state_dict().values():
-            bits = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), bits)
+        step, bits = self._ckpt.steps, checksum_of(model.state_dict().values())
         with (self._folder / "log").open("a") as log:
             log.write(json.dumps({"step": step, "loss": loss.item().hex(), "bits": bits}) + "\n")
         if step == _SAVED_BY:
@@ -73,7 +69,7 @@ class Run:
             if not self._is_dying and step >= self._death:  # a run can begin behind the drawn step
                 self._is_dying, self._death = True, step
                 delay = self._rng.random() * _LONGEST_DELAY_S
-                threading.Thread(target=_die_after, args=(delay,), daemon=True).start()
+                threading.Thread(target=die_after, args=(delay,), daemon=True).start()
             if step == self._death + _STEPS_OF_DELAY:
                 time.sleep(LIMIT_S)  # dies meanwhile
         return step == STEPS
@@ -86,25 +82,20 @@ class Run:
             time.sleep(0.005)
 
 
-def _die_after(seconds: float) -> None:
+def die_after(seconds: float) -> None:
     time.sleep(seconds)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def resume_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
-    """Yields (seed, True, problems) for each seed. Seeds that follow each other take one loop after the other."""
+def resume_round(folder: Path, seed: int) -> list[str]:
+    """Returns what is wrong with one loop. Seeds that follow each other take one loop after the other."""
     names = [*_loops(), *trainers.TRAINERS]
-    for seed in seeds:
-        name = names[seed % len(names)]
-        place = folder / f"{name}-{seed}"
-        make = trainer_round if name in trainers.TRAINERS else resume_round
-        problems = [f"{name}: {problem}" for problem in make(name, place, seed)]
-        if not problems:
-            shutil.rmtree(place)
-        yield seed, True, problems
+    name = names[seed % len(names)]
+    make = trainer_round if name in trainers.TRAINERS else loop_round
+    return [f"{name}: {problem}" for problem in make(name, folder, seed)]
 
 
-def resume_round(name: str, folder: Path, seed: int) -> list[str]:
+def loop_round(name: str, folder: Path, seed: int) -> list[str]:
     """Runs a loop to its end, and again with two deaths at drawn steps. Returns what is wrong."""
     rng = random.Random(seed)
     first = rng.randrange(1, STEPS - 5)

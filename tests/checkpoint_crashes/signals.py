@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from drivetrain.checkpointing import Checkpointer
@@ -35,16 +33,6 @@ class Step:
         if ckpt._open_saver().is_busy:
             (self._folder / "saving").touch()
         time.sleep(0.002)
-
-
-def signal_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
-    """Yields (seed, True, problems) for each seed."""
-    for seed in seeds:
-        place = folder / f"signal-{seed}"
-        problems = signal_round(place, seed)
-        if not problems:
-            shutil.rmtree(place)
-        yield seed, True, problems
 
 
 def signal_round(folder: Path, seed: int) -> list[str]:

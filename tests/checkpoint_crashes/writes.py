@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from checkpoint_crashes.contents import Round
 from drivetrain.checkpointing import Checkpointer, Store
 from drivetrain.checkpointing.state.training_state import state_dicts
 from drivetrain.optim import AdamW
@@ -20,7 +21,7 @@ _STEPS = 25  # rounds of one training
 _LONGEST_PAUSE_S = 0.01  # several times a copy's
 
 
-def write_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[str]]]:
+def write_rounds(folder: Path, seeds: range) -> Iterator[Round]:
     """Yields (seed, True, problems) for each seed. Trainings differ in their optimizer."""
     for first in seeds[::_STEPS]:
         some = range(first, min(first + _STEPS, seeds.stop))
@@ -28,7 +29,7 @@ def write_rounds(folder: Path, seeds: range) -> Iterator[tuple[int, bool, list[s
         yield from _training(folder / f"writes-{first}", some, rng.choice([AdamW, torch.optim.AdamW]))
 
 
-def _training(folder: Path, seeds: range, kind: type[torch.optim.Optimizer]) -> Iterator[tuple[int, bool, list[str]]]:
+def _training(folder: Path, seeds: range, kind: type[torch.optim.Optimizer]) -> Iterator[Round]:
     model = nn.Sequential(nn.Linear(1024, _SIZE // 1024), nn.Tanh(), nn.Linear(_SIZE // 1024, 1024))
     averaged = [param.detach().clone().normal_() for param in model.parameters()]
     optimizer = kind(model.parameters(), lr=1e-3)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from checkpoint_crashes import harness, moves, resumes, writes
-from checkpoint_crashes.contents import problems_after_restart, problems_of, step_of, tensors_of
+from checkpoint_crashes.contents import problems_after_restart, problems_of, rounds_of, step_of, tensors_of
 from checkpoint_crashes.power import Disk
 from drivetrain.checkpointing import CheckpointError, Store
 from effort import rounds
@@ -57,12 +57,12 @@ def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
 
 def test_loops_of_strangers_continue_with_the_same_bits(tmp_path: Path) -> None:
     """Takes some of the loops; `make crashes` takes all of them."""
-    outcomes = list(resumes.resume_rounds(tmp_path, range(SEED, SEED + rounds(5, 64))))
+    outcomes = rounds_of(resumes.resume_round, tmp_path, range(SEED, SEED + rounds(5, 64)))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 
 def test_runs_with_logical_ranks_move_to_other_numbers_of_ranks(tmp_path: Path) -> None:
-    outcomes = list(moves.move_rounds(tmp_path, range(SEED, SEED + rounds(2, 8))))
+    outcomes = rounds_of(moves.move_round, tmp_path, range(SEED, SEED + rounds(2, 8)))
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 
@@ -83,7 +83,7 @@ def test_power_cuts_lose_nothing(server: harness.Server, tmp_path: Path, is_encr
     directory, calls = harness.record_saves(server, tmp_path, 3, is_encrypted)
     seeds = range(SEED, SEED + rounds(20, 60))
     outcomes = harness.cut_rounds(directory, calls, tmp_path, seeds, is_encrypted)
-    assert [(seed, problems) for seed, problems in outcomes if problems] == []
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 
 @pytest.mark.parametrize("lost", ["files", "folders", "manifest"])
@@ -111,20 +111,20 @@ def test_power_cuts_find_a_writer_that_syncs_too_little(server: harness.Server, 
 
 def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
     outcomes = harness.flip_rounds(tmp_path, range(SEED, SEED + rounds(20, 60)))
-    assert [(seed, problems) for seed, problems in outcomes if problems] == []
+    assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
+
+
+def run_under(shim: Path, command: list[str], limit_s: float) -> str:
+    """Runs a program under the shim, and returns what it writes."""
+    environment = harness.shim_environment(shim)
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
 
 
 def test_every_failing_call_is_reported_and_harmless(shim: Path, tmp_path: Path) -> None:
-    answer = subprocess.run(
-        [warm_python(), "-m", "checkpoint_crashes.failures", str(tmp_path / "runs")],
-        env=harness.shim_environment(shim),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert int(answer.stdout.split()[0]) > 50
+    answer = run_under(shim, [warm_python(), "-m", "checkpoint_crashes.failures", str(tmp_path / "runs")], 500)
+    assert int(answer.split()[0]) > 50
 
 
 def test_a_slow_disk_does_not_hold_the_tensors(shim: Path, tmp_path: Path) -> None:
@@ -148,15 +148,7 @@ def test_a_slow_disk_does_not_hold_the_tensors(shim: Path, tmp_path: Path) -> No
     )
     directory = tmp_path / "slow"
     directory.mkdir()
-    answer = subprocess.run(
-        [sys.executable, "-c", program, str(directory)],
-        env=harness.shim_environment(shim),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
+    run_under(shim, [sys.executable, "-c", program, str(directory)], LIMIT_S)
 
 
 def test_a_limit_on_file_sizes_is_reported(tmp_path: Path) -> None:

@@ -5,27 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote, Store
-
-
-def trained(directory: Path, steps: int, every: int | None = 1, out: int = 1, **options: Any) -> Checkpointer:
-    """Makes some steps, each of which adds 1 to the weight, and checks that it continues from the last one."""
-    model = nn.Linear(1, out)
-    nn.init.zeros_(model.weight)
-    with Checkpointer(directory, model=model, every=every, **options) as ckpt:
-        assert model.weight[0].item() == ckpt.steps
-        for _ in range(steps):
-            with torch.no_grad():
-                model.weight.add_(1)
-            ckpt.step()
-            ckpt._open_saver().wait()
-    return ckpt
+from resumed_training import trained
 
 
 class Crash(Exception):
@@ -54,7 +39,7 @@ def test_one_url_for_two_runs_raises(tmp_path: Path) -> None:
 def test_two_runs_that_begin_together_do_not_share_a_url(tmp_path: Path) -> None:
     """Both find an empty remote. The second one's upload must neither mix with the first's nor delete it."""
     tiers = [Remote(f"file://{tmp_path}/remote", keep=1, attempts=1)]
-    late = Checkpointer(tmp_path / "a", model=nn.Linear(1, 1), every=None, tiers=tiers)
+    late = Checkpointer(tmp_path / "a", model=nn.Linear(8, 8), every=None, tiers=tiers)
     late.__enter__()
     trained(tmp_path / "b", 3, tiers=tiers)
     late.step()
@@ -77,7 +62,7 @@ def test_other_settings_raise_and_say_how_to_go_on(tmp_path: Path) -> None:
 def test_another_model_raises_and_says_how_to_begin_anew(tmp_path: Path) -> None:
     trained(tmp_path, 1)
     with pytest.raises(ValueError, match=r"model has 'weight' as .* choose another directory"):
-        trained(tmp_path, 1, out=2)
+        trained(tmp_path, 1, size=2)
 
 
 def test_deleted_checkpoints_do_not_begin_anew(tmp_path: Path) -> None:
@@ -91,7 +76,7 @@ def test_deleted_checkpoints_do_not_begin_anew(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_not_saved_begins_again(tmp_path: Path) -> None:
-    model = nn.Linear(1, 1)
+    model = nn.Linear(8, 8)
     with pytest.raises(Crash), Checkpointer(tmp_path, model=model, every=None):
         raise Crash
     first = identity_of(tmp_path)
@@ -101,13 +86,13 @@ def test_a_run_that_has_not_saved_begins_again(tmp_path: Path) -> None:
 
 def test_checkpoints_without_an_identity_are_continued(tmp_path: Path) -> None:
     """Older versions wrote none, neither into the manifest nor into the directory."""
-    ckpt = Checkpointer(tmp_path / "new", model=nn.Linear(1, 1), every=None)
+    ckpt = Checkpointer(tmp_path / "new", model=nn.Linear(8, 8), every=None)
     with ckpt:
         state = ckpt._state.capture(ckpt._header())
         with Store(tmp_path / "old") as store:
             store.save(0, dict(state.tensors), state.state).result()
     assert '"run"' not in (tmp_path / "old" / "step-0000000000" / "manifest.json").read_text()
-    with Checkpointer(tmp_path / "old", model=nn.Linear(1, 1), every=None) as ckpt:
+    with Checkpointer(tmp_path / "old", model=nn.Linear(8, 8), every=None) as ckpt:
         assert ckpt.restored is not None
         ckpt.step()
     with Store(tmp_path / "old") as store:
@@ -121,7 +106,7 @@ def test_what_the_documentation_says_is_not_seen(tmp_path: Path) -> None:
     class Other(nn.Linear):
         pass
 
-    with Checkpointer(tmp_path / "a", model=Other(1, 1), every=None) as ckpt:
+    with Checkpointer(tmp_path / "a", model=Other(8, 8), every=None) as ckpt:
         assert ckpt.steps == 1
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert [trained(tmp_path / name, 1).steps for name in ("a", "b")] == [2, 2]

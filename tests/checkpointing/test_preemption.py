@@ -1,10 +1,13 @@
-"""Tests that a training which is told to end saves its last step on every rank, and ends with the chosen code."""
+"""Tests that a training which is told to end saves its last step on every rank, and ends with the chosen code.
+
+All Checkpointers of a process leave after one pass of the loop, and stderr says why.
+"""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -13,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from checkpoint_crashes.group_signals import signaled
+from checkpoint_crashes.signals import Step, signal_round
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.preemption.agreement import Ranks
+from drivetrain.checkpointing.preemption import agreement
+from drivetrain.checkpointing.preemption.agreement import Ranks, named_wait
 from drivetrain.checkpointing.preemption.notices import Notices
 from effort import rounds
 from polling import wait_until
@@ -27,49 +33,21 @@ MOMENTS = rounds(8, whole=20)  # at which a signal is sent, over all cases
 WAIT_S = 60
 
 
-def last_saved(folder: Path) -> int:
-    latest = newest(folder / "checkpoints")
-    return -1 if latest is None else latest.step
-
-
-class Slow:
-    """Passed as `on_step`, makes steps long enough for signals to arrive between them."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __call__(self, _: Checkpointer) -> None:
-        time.sleep(self._seconds)
-
-
-SIGNALED = [
-    Case("alone", every=3, evaluates=True),
-    Case("window", window=4, every=2),
-    Case("workers", workers=2, every=None),
-]
+def last_saved_in(folder: Path) -> int:
+    latest = newest(folder)
+    assert latest is not None
+    return latest.step
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_a_signal_at_any_moment_leaves_with_the_last_step_saved(moment: int, tmp_path: Path) -> None:
-    rng = random.Random(moment)
-    case = rng.choice(SIGNALED)
-    lines = 0 if moment % 5 == 0 else rng.randrange(1, 30)  # 0: in start-up or right after it
-    with started(case, tmp_path, 10**6, on_step=Slow(0.002)) as (process,):
-        log = tmp_path / "log-0"
-        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= lines, f"line {lines} of the log")
-        time.sleep(rng.random() * 0.02)
-        os.kill(process.pid, signal.SIGTERM)
-        process.join(WAIT_S)
-        assert process.exitcode == 75, errors_of(tmp_path)
-    steps = [line["step"] for line in steps_of(tmp_path)]
-    # The step that leaves raises before it is logged. A signal before the first step may leave without one.
-    assert last_saved(tmp_path) in ({-1, 1} if not steps else {steps[-1] + 1})
+    assert signal_round(tmp_path / "run", moment) == []
 
 
 @pytest.mark.parametrize("signaled", [[0], [1], [0, 1]], ids=str)
 def test_ranks_leave_at_the_same_step(signaled: list[int], tmp_path: Path) -> None:
     case = Case("ours", wrapper="ours", every=5)
-    with started(case, tmp_path, 10**6, world_size=2, on_step=Slow(0.002)) as processes:
+    with started(case, tmp_path, 10**6, world_size=2, on_step=Step(tmp_path)) as processes:
         log = tmp_path / "log-0"
         wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 7, "7 steps")
         for rank in signaled:
@@ -78,7 +56,7 @@ def test_ranks_leave_at_the_same_step(signaled: list[int], tmp_path: Path) -> No
             process.join(WAIT_S)
         assert [process.exitcode for process in processes] == [75, 75], errors_of(tmp_path)
     last = [steps_of(tmp_path, rank)[-1]["step"] for rank in range(2)]
-    assert last == [last_saved(tmp_path) - 1] * 2
+    assert last == [last_saved_in(tmp_path / "checkpoints") - 1] * 2
     total = last[0] + 30
     run(case, tmp_path, total, world_size=2)
     run(case, tmp_path / "reference", total, world_size=2)
@@ -196,12 +174,6 @@ def test_without_an_exit_code_the_program_continues_after_the_block(tmp_path: Pa
     assert last_saved_in(tmp_path) == 5
 
 
-def last_saved_in(folder: Path) -> int:
-    latest = newest(folder)
-    assert latest is not None
-    return latest.step
-
-
 def test_an_exit_code_passes_handlers_of_exceptions(tmp_path: Path) -> None:
     _, _, ckpt = make(tmp_path, exit_code=3)
 
@@ -219,30 +191,24 @@ def test_an_exit_code_passes_handlers_of_exceptions(tmp_path: Path) -> None:
     assert raised.value.code == 3
 
 
-def test_a_file_ends_the_training(tmp_path: Path) -> None:
-    _, _, ckpt = make(tmp_path / "run", exit_code=None, preemption_file=tmp_path / "stop")
+class Source:
+    def notice(self) -> str | None:
+        return "the queue is full"
+
+
+@pytest.mark.parametrize("kind", ["a file", "a source of the user"])
+def test_other_notices_end_the_training(tmp_path: Path, kind: str) -> None:
+    stop = tmp_path / "stop"
+    options: dict[str, Any] = {"preemption_file": stop} if kind == "a file" else {"cloud": Source()}
+    _, _, ckpt = make(tmp_path / "run", exit_code=None, **options)
     with ckpt:
-        (tmp_path / "stop").touch()
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            ckpt.step()
-            time.sleep(0.01)
-    assert ckpt.preempted == f"the file {tmp_path / 'stop'} exists"
-    assert last_saved_in(tmp_path / "run") == ckpt.steps
-
-
-def test_a_source_of_the_user_ends_the_training(tmp_path: Path) -> None:
-    class Source:
-        def notice(self) -> str | None:
-            return "the queue is full"
-
-    _, _, ckpt = make(tmp_path, exit_code=None, cloud=Source())
-    with ckpt:
+        stop.touch()
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             ckpt.step()
             time.sleep(0.001)
-    assert ckpt.preempted == "the queue is full"
+    assert ckpt.preempted == (f"the file {stop} exists" if kind == "a file" else "the queue is full")
+    assert last_saved_in(tmp_path / "run") == ckpt.steps
 
 
 def test_a_signal_before_the_block_leaves_at_its_begin(tmp_path: Path) -> None:
@@ -307,3 +273,146 @@ def test_a_handler_that_the_script_sets_later_stays() -> None:
     notices.close()
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
     signal.signal(signal.SIGUSR2, before)
+
+
+# ---- Several Checkpointers, several ranks, and what stderr says.
+
+
+def two(folder: Path, **options: Any) -> list[Checkpointer]:
+    return [Checkpointer(folder / name, model=nn.Linear(1, 1), every=None, **options) for name in "ab"]
+
+
+def saved_in(folder: Path) -> list[int]:
+    found = [newest(folder / name) for name in "ab"]
+    return [-1 if one is None else one.step for one in found]
+
+
+@pytest.mark.parametrize("place", ["before the first", "between", "after the second"])
+def test_two_checkpointers_stop_at_one_step(place: str, tmp_path: Path) -> None:
+    first, second = two(tmp_path)
+
+    def train() -> None:
+        with first, second:
+            for number in range(10):
+                if number == 4 and place == "before the first":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                first.step()
+                if number == 4 and place == "between":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                second.step()
+                if number == 4 and place == "after the second":
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        train()
+    assert first.steps == second.steps == (6 if place == "after the second" else 5)
+    assert saved_in(tmp_path) == [first.steps] * 2
+
+
+def test_one_that_steps_more_rarely_is_not_awaited_for_long(tmp_path: Path) -> None:
+    first, second = two(tmp_path)
+
+    def train() -> None:
+        with first, second:
+            for number in range(100):
+                if number == 21:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                first.step()
+                if number % 10 == 9:
+                    second.step()
+
+    with pytest.raises(SystemExit):
+        train()
+    assert (first.steps, second.steps) == (23, 2)
+    assert saved_in(tmp_path) == [23, 2]
+
+
+def _leave_on_ranks(folder: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    first, second = two(Path(folder), exit_code=None)
+    with first, second:
+        for number in range(50):
+            first.step()
+            if number == 4 and dist.get_rank() == 0:
+                first._notices.reason = second._notices.reason = "a notice"
+            second.step()
+    return first.steps, second.steps
+
+
+def test_two_checkpointers_stop_at_one_step_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    (steps, *others) = {step for pair in on_ranks(_leave_on_ranks, str(tmp_path)) for step in pair}
+    assert others == []
+    assert 5 <= steps <= 8
+    assert saved_in(tmp_path) == [steps] * 2
+
+
+def test_stderr_says_why_and_how_to_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ckpt = Checkpointer(tmp_path / "run", model=nn.Linear(1, 1), every=None)
+
+    def train() -> None:
+        with ckpt:
+            ckpt.step()
+            os.kill(os.getpid(), signal.SIGTERM)
+            ckpt.step()
+
+    with pytest.raises(SystemExit):
+        train()
+    expected = f"on a notice: SIGTERM. Step 2 is saved in {tmp_path / 'run'}. Start the script again to continue.\n"
+    assert capsys.readouterr().err == f"drivetrain ends this process {expected}"
+
+
+def test_a_leftover_stop_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stop").touch()
+    ckpt = Checkpointer(tmp_path / "run", model=nn.Linear(1, 1), every=None, preemption_file=tmp_path / "stop")
+    with pytest.raises(SystemExit), ckpt:
+        pytest.fail("the block has begun")
+    assert f"Delete {tmp_path / 'stop'}, then start the script again to continue." in capsys.readouterr().err
+
+
+def test_without_an_exit_code_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ckpt = Checkpointer(tmp_path, model=nn.Linear(1, 1), every=None, exit_code=None)
+    with ckpt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ckpt.step()
+    assert capsys.readouterr().err == ""
+
+
+def _call_on_one_rank(folder: str, call: str) -> list[str]:
+    """Returns what rank 0 logs while the other rank does not make the call, which it makes once rank 0 has."""
+    records: list[str] = []
+    told, is_first = Path(folder) / "told", dist.get_rank() == 0
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+            if is_first:
+                told.touch()
+
+    handler, usual = Recorder(), agreement._NAMED_AFTER_S
+    logging.getLogger("drivetrain").addHandler(handler)
+    agreement._NAMED_AFTER_S = 0.2
+    try:
+        with Checkpointer(Path(folder) / "run", model=nn.Linear(1, 1), every=None) as ckpt:
+            if not is_first:
+                wait_until(told.exists, "warning of rank 0")
+            if call == "step":
+                ckpt.step()
+                ckpt.step()  # waits for the exchange of the last one
+            else:
+                ckpt.save()
+    finally:
+        agreement._NAMED_AFTER_S = usual
+        logging.getLogger("drivetrain").removeHandler(handler)
+    return records
+
+
+@pytest.mark.parametrize("call", ["save", "step"])
+def test_a_call_on_one_rank_alone_is_named(call: str, on_ranks: Any, tmp_path: Path) -> None:
+    records, *_ = on_ranks(_call_on_one_rank, str(tmp_path), call)
+    assert any(f"rank 0 waits in Checkpointer.{call}() for" in text and "if rank == 0" in text for text in records)
+
+
+def test_waits_are_named_within_half_a_minute() -> None:
+    assert agreement._NAMED_AFTER_S <= 25
+    with named_wait(lambda: pytest.fail("a short wait was named"), print, 60.0):
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
+import resumed_training
 from drivetrain.checkpointing import Checkpoint, Checkpointer, CheckpointError, Encryption, Remote, Store
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
@@ -90,19 +92,8 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSystem]]:
     kind.gate.set()
 
 
-def trained(directory: Path, steps: int, *, tiers: list[Remote], every: int | None = 1, **more: Any) -> Checkpointer:
-    """Trains some steps, each of which adds 1 to the weight, and returns the Checkpointer."""
-    model = nn.Linear(1, 1)
-    nn.init.zeros_(model.weight)
-    # One identity, because a host where the run continues may have its directory elsewhere.
-    with Checkpointer(directory, model=model, tiers=tiers, every=every, run="tested", **more) as ckpt:
-        assert model.weight.item() == ckpt.steps
-        for _ in range(steps):
-            with torch.no_grad():
-                model.weight.add_(1)
-            ckpt.step()
-            ckpt._saver.wait()  # type: ignore[union-attr]
-    return ckpt
+# One identity, because a host where the run continues may have its directory elsewhere.
+trained = functools.partial(resumed_training.trained, run="tested", size=1)
 
 
 def stored(kind: type[FlakyFileSystem]) -> set[str]:

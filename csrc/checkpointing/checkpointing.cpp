@@ -32,10 +32,13 @@ namespace {
 
 constexpr double kSliceS = 0.1;  // between two looks for signals, such as Ctrl-C
 
-[[noreturn]] void raise_os_error(const FileError& error) {
-  errno = error.code();
-  PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.path().c_str());
-  throw py::error_already_set();
+void translate(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const FileError& e) {
+    errno = e.code();
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.path().c_str());
+  }
 }
 
 // Calls `wait` with short timeouts, without the GIL, until it returns something true or the time is over.
@@ -49,6 +52,13 @@ auto wait_in_slices(double timeout_s, const Wait& wait) {
     if (found || timeout_s <= kSliceS) return found;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
+}
+
+// Binds a wait of a snapshot.
+auto sliced(bool (Snapshot::*wait)(double) const) {
+  return [wait](const Snapshot& snapshot, double timeout_s) {
+    return wait_in_slices(timeout_s, [&](double slice_s) { return (snapshot.*wait)(slice_s); });
+  };
 }
 
 void check_cpu(const at::Tensor& tensor) {
@@ -77,28 +87,7 @@ std::shared_ptr<Snapshot> make_snapshot(SnapshotSlab& slab, const std::string& h
   std::vector<Source> sources;
   sources.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) sources.push_back(source_of(tensor));
-  try {
-    return std::make_shared<Snapshot>(slab, header, std::move(sources), replaces_chunks);
-  } catch (const FileError& error) {
-    raise_os_error(error);
-  }
-}
-
-void write(Snapshot& snapshot, const std::string& path) {
-  try {
-    const py::gil_scoped_release no_gil;
-    snapshot.write(path);
-  } catch (const FileError& error) {
-    raise_os_error(error);
-  }
-}
-
-bool wait_written(const Snapshot& snapshot, double timeout_s) {
-  try {
-    return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_written(slice_s); });
-  } catch (const FileError& error) {
-    raise_os_error(error);
-  }
+  return std::make_shared<Snapshot>(slab, header, std::move(sources), replaces_chunks);
 }
 
 // Returns the bytes of a chunk, whose memory the tensor keeps; nothing if they are not copied in time.
@@ -120,14 +109,10 @@ void replace_chunk(Snapshot& snapshot, int64_t index, const at::Tensor& bytes) {
   snapshot.replace_chunk(index, bytes.const_data_ptr());
 }
 
-std::optional<double> copy_seconds(const Snapshot& snapshot) {
-  const double seconds = snapshot.copy_seconds();
-  return seconds < 0 ? std::nullopt : std::optional(seconds);
-}
-
-std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
-    std::string path, int64_t file_bytes, std::vector<int64_t> chunks, std::vector<uint32_t> expected,
-    const std::vector<int64_t>& begins, const std::vector<at::Tensor>& tensors, int num_threads, double timeout_s) {
+std::optional<std::vector<BadChunk>> read_chunks(std::string path, int64_t file_bytes, std::vector<int64_t> chunks,
+                                                 std::vector<uint32_t> expected, const std::vector<int64_t>& begins,
+                                                 const std::vector<at::Tensor>& tensors, int num_threads,
+                                                 double timeout_s) {
   if (begins.size() != tensors.size() || expected.size() != chunks.size()) {
     throw UserError(text("begins has ", begins.size(), " members, expected ", tensors.size(),
                          ", one for each tensor; expected has ", expected.size(), ", expected ", chunks.size(),
@@ -142,33 +127,25 @@ std::optional<std::vector<std::pair<int64_t, uint32_t>>> read_chunks(
         {begins[i], tensors[i].mutable_data_ptr(), static_cast<int64_t>(tensors[i].nbytes()), memory_of(tensors[i])});
   }
   std::sort(targets.begin(), targets.end(), [](const Target& a, const Target& b) { return a.begin < b.begin; });
-  try {
-    const auto reader = [&] {
-      const py::gil_scoped_release no_gil;
-      return std::make_unique<CheckpointReader>(
-          ReadJob{std::move(path), file_bytes, std::move(chunks), std::move(expected), std::move(targets)},
-          num_threads);
-    }();
-    const auto bad = wait_in_slices(timeout_s, [&](double slice_s) { return reader->wait(slice_s); });
-    if (!bad) return std::nullopt;
-    std::vector<std::pair<int64_t, uint32_t>> found;
-    for (const BadChunk& chunk : *bad) found.emplace_back(chunk.chunk, chunk.checksum);
-    return found;
-  } catch (const FileError& error) {
-    raise_os_error(error);
-  }
+  const auto reader = [&] {
+    const py::gil_scoped_release no_gil;
+    return std::make_unique<CheckpointReader>(
+        ReadJob{std::move(path), file_bytes, std::move(chunks), std::move(expected), std::move(targets)}, num_threads);
+  }();
+  return wait_in_slices(timeout_s, [&](double slice_s) { return reader->wait(slice_s); });
 }
 
 // Swaps two paths in one step. Returns false where the file system cannot.
 bool exchange_paths(const std::string& first, const std::string& second) {
   if (::renameat2(AT_FDCWD, first.c_str(), AT_FDCWD, second.c_str(), RENAME_EXCHANGE) == 0) return true;
   if (errno == EINVAL || errno == ENOSYS) return false;
-  raise_os_error(FileError("renameat2", second, errno));
+  throw FileError("renameat2", second, errno);
 }
 
 }  // namespace
 
 void register_checkpointing(py::module_& m) {
+  py::register_exception_translator(&translate);
   m.def(
       "crc32c",
       [](const py::bytes& data, uint32_t checksum) {
@@ -190,22 +167,14 @@ void register_checkpointing(py::module_& m) {
       .def_property_readonly("num_chunks", &Snapshot::num_chunks)
       .def("chunk", &chunk_of, py::arg("index"), py::arg("timeout_s"))
       .def("replace_chunk", &replace_chunk, py::arg("index"), py::arg("bytes"))
-      .def_property_readonly("copy_seconds", &copy_seconds)
+      .def_property_readonly("copy_seconds", &Snapshot::copy_seconds)
+      .def("wait_copied", sliced(&Snapshot::wait_copied), py::arg("timeout_s"))
       .def(
-          "wait_copied",
-          [](const Snapshot& snapshot, double timeout_s) {
-            return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_copied(slice_s); });
-          },
-          py::arg("timeout_s"))
-      .def("write", &write, py::arg("path"))
-      .def("wait_written", &wait_written, py::arg("timeout_s"))
+          "write", [](Snapshot& snapshot, const std::string& path) { snapshot.write(path); }, py::arg("path"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("wait_written", sliced(&Snapshot::wait_written), py::arg("timeout_s"))
       .def("abandon", &Snapshot::abandon)
-      .def(
-          "wait_released",
-          [](const Snapshot& snapshot, double timeout_s) {
-            return wait_in_slices(timeout_s, [&](double slice_s) { return snapshot.wait_released(slice_s); });
-          },
-          py::arg("timeout_s"))
+      .def("wait_released", sliced(&Snapshot::wait_released), py::arg("timeout_s"))
       .def("checksums", &Snapshot::checksums);
 }
 

@@ -131,7 +131,7 @@ std::optional<std::vector<BadChunk>> CheckpointReader::wait(double timeout_s) co
   if (!is_done) return std::nullopt;
   if (state_->error) std::rethrow_exception(state_->error);
   std::vector<BadChunk> bad = state_->bad;
-  std::sort(bad.begin(), bad.end(), [](const BadChunk& a, const BadChunk& b) { return a.chunk < b.chunk; });
+  std::sort(bad.begin(), bad.end());
   return bad;
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace drivetrain::checkpointing {
@@ -17,10 +18,7 @@ struct Target {
   std::shared_ptr<const void> owner;
 };
 
-struct BadChunk {
-  int64_t chunk;
-  uint32_t checksum;  // of the bytes found
-};
+using BadChunk = std::pair<int64_t, uint32_t>;  // its index, and the checksum of the bytes found
 
 struct ReadJob {
   std::string path;

@@ -59,7 +59,7 @@ struct Snapshot::State {
   std::vector<bool> chunk_is_copied;
   std::vector<bool> chunk_is_replaced;  // empty if none will be
   int64_t chunks_copied = 0;
-  double copy_seconds = -1;
+  std::optional<double> copy_seconds;
   int writers = 0;
   bool is_written = false;
   std::unique_ptr<OutputFile> file;
@@ -258,7 +258,7 @@ bool Snapshot::wait_copied(double timeout_s) const {
   return state_->changed.wait_until(lock, deadline, [&] { return state_->chunks_copied == state_->num_chunks; });
 }
 
-double Snapshot::copy_seconds() const {
+std::optional<double> Snapshot::copy_seconds() const {
   const std::lock_guard lock(state_->mutex);
   return state_->copy_seconds;
 }

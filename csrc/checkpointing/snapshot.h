@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,8 +33,8 @@ class Snapshot {
   int64_t nbytes() const;
   // Returns false if the sources are not copied in time.
   bool wait_copied(double timeout_s) const;
-  // Returns the seconds from the construction until all sources were copied; negative before.
-  double copy_seconds() const;
+  // Returns the seconds from the construction until all sources were copied; nothing before.
+  std::optional<double> copy_seconds() const;
 
   int64_t num_chunks() const;
   // Returns the bytes of a chunk, once they are copied; the pages live as long as the result. Returns nothing if they

@@ -170,7 +170,7 @@ void test_round_trip(const std::string& folder, bool direct) {
     std::fputc(byte ^ 16, file);
     std::fclose(file);
     const auto flipped = CheckpointReader(job, 2).wait(kLimitS);
-    expect(flipped && flipped->size() == 1 && (*flipped)[0].chunk == 1, "a flipped bit is found in its chunk");
+    expect(flipped && flipped->size() == 1 && (*flipped)[0].first == 1, "a flipped bit is found in its chunk");
     expect(::truncate(path.c_str(), at - 1) == 0, "truncate");
     const auto cut = CheckpointReader(job, 2).wait(kLimitS);
     expect(cut && cut->size() == 2, "a file that was cut off is found");

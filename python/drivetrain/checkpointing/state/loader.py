@@ -431,23 +431,28 @@ class Skipping:
         self._sampler, self._count, self._before = sampler, count, before
         self._early, self._late = early, late
         self._elements: Iterator[Any] = iter(())
-        self._has_begun = False
-        self._last: _Skipped | None = None
+        self._has_begun = self._is_asked = False
 
     def __iter__(self) -> Iterator[Any]:
         if self._has_begun:
             return iter(self._sampler)
+        self._is_asked = True
         if self._early:
             self._early -= 1
             self._elements = iter(self._sampler)
-        self._last = _Skipped(self)
-        return self._last
+        return self._used()
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
 
-    def begin(self) -> Iterator[Any]:
-        """Returns the sampler's iterator at the first element that is not left out."""
+    def _used(self) -> Iterator[Any]:
+        self._begin()
+        yield from self._elements
+
+    def _begin(self) -> None:
+        """Takes the sampler's iterator up to the first element that is not left out, unless `prime` has."""
+        if self._has_begun:
+            return
         self._has_begun = True
         if self._before is not None:
             self._before()
@@ -456,27 +461,10 @@ class Skipping:
             self._elements = iter(self._sampler)
         for _ in range(self._count):
             next(self._elements, None)
-        return self._elements
 
     def prime(self) -> None:
         """Begins now, so that the sampler draws its random numbers now. One that was asked early has drawn them."""
-        if self._last is not None:
-            self._last.prime(takes_one=self._late > 0)
-
-
-class _Skipped:
-    def __init__(self, skipping: Skipping) -> None:
-        self._skipping = skipping
-        self._elements: Iterator[Any] | None = None
-
-    def __iter__(self) -> "_Skipped":
-        return self
-
-    def prime(self, takes_one: bool = False) -> Iterator[Any]:
-        if self._elements is None:
-            elements = self._skipping.begin()
-            self._elements = itertools.chain(list(itertools.islice(elements, int(takes_one))), elements)
-        return self._elements
-
-    def __next__(self) -> Any:
-        return next(self.prime())
+        if self._is_asked and not self._has_begun:
+            self._begin()
+            first = list(itertools.islice(self._elements, int(self._late > 0)))
+            self._elements = itertools.chain(first, self._elements)

@@ -15,12 +15,6 @@ _DEPTH, _MEMBERS = 5, 64  # how far generators are searched: samplers wrap each 
 Generators = Sequence[Any]  # torch.Generator, numpy.random.Generator, numpy.random.RandomState or random.Random
 
 
-def check(generators: Generators) -> None:
-    """Raises TypeError if an element of `generators` is of a kind whose state is unknown."""
-    for index, generator in enumerate(generators):
-        state_of(generator, f"generators[{index}]")
-
-
 def capture(generators: Generators = ()) -> dict[str, Any]:
     """Returns the states of all generators, for `Encoder.encode`.
 

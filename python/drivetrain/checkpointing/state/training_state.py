@@ -60,7 +60,8 @@ class TrainingState:
         for name, one in {**others, **{f"extra[{key!r}]": value for key, value in extra.items()}}.items():
             if one is not None and not isinstance(one, Stateful):
                 raise TypeError(f"{name} is a {type(one).__name__}, expected state_dict() and load_state_dict()")
-        rng.check(generators)
+        for index, generator in enumerate(generators):
+            rng.state_of(generator, f"generators[{index}]")
         self.wrappers = [module for module in model.modules() if isinstance(module, TorchDistributedDataParallel)]
         self._logical = [found for wrapper in self.wrappers if (found := logical.of(wrapper)) is not None]
         self.model = bare(model)

@@ -1,4 +1,4 @@
-"""Tests restarts by torchrun: ranks are killed, others join or leave, and the training repeats one step at most."""
+"""Tests trainings whose ranks are killed, join or leave: restarts by torchrun, and ranks that continue in place."""
 
 from __future__ import annotations
 
@@ -10,28 +10,41 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_training import EPOCHS, EXIT_CODE
 
+from drivetrain.checkpointing import continue_in_place
 from ports import free_port
 from warm_python import warm_environ, warm_python
 
 PROGRAM = Path(__file__).with_name("elastic_training.py")
 LIMIT_S = 240.0
-SAMPLES, EPOCHS, BATCH = 48, 2, 2
+SAMPLES, BATCH = 48, 2
+
+
+def written_plan(folder: Path, **options: Any) -> Path:
+    """Writes what happens in a training. `kills`, `raises` and `errs` have the step by rank."""
+    defaults = {"kills": {}, "raises": {}, "errs": {}, "every": None, "hold": None, "pause_s": 0.0}
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps(defaults | options | {"folder": str(folder), "directory": str(folder / "runs")}))
+    return plan
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Returns what all ranks have told, ordered by restart."""
+    texts = [path.read_text() for path in sorted(folder.glob("rank-*.jsonl"))]
+    return sorted((json.loads(line) for text in texts for line in text.splitlines()), key=lambda line: line["restart"])
 
 
 class Agents:
     """Starts torchrun's agents on this host as if each were a node, and ends what is left of them."""
 
     def __init__(self, folder: Path, nodes: str, **options: Any) -> None:
-        defaults = {"kills": [], "every": None, "hold": None, "pause_s": 0.0}
-        plan = defaults | options | {"folder": str(folder), "directory": str(folder / "runs")}
-        self._plan = folder / "plan.json"
-        self._plan.write_text(json.dumps(plan))
+        self._plan = written_plan(folder, samples=SAMPLES, **options)
         self._folder, self._nodes, self._port = folder, nodes, free_port()
         self._agents: list[subprocess.Popen[bytes]] = []
 
@@ -80,12 +93,7 @@ class Agents:
         return "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(self._folder.glob("agent-*.log")))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns what ranks have told, ordered by restart."""
-        found = []
-        for path in sorted(self._folder.glob("rank-*.jsonl")):
-            rank = int(path.stem.removeprefix("rank-"))
-            found += [{"rank": rank, **json.loads(line)} for line in path.read_text().splitlines()]
-        return sorted(found, key=lambda line: line["restart"])
+        return lines_of(self._folder)
 
     def await_line(self, key: str, at_least: int) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -95,21 +103,20 @@ class Agents:
 
 
 def assert_each_sample_once(
-    lines: list[dict[str, Any]], resumed_at: int, is_later: Callable[[dict[str, Any]], bool]
+    lines: list[dict[str, Any]], last: Mapping[int, int], key: str = "world_size", samples: int = SAMPLES
 ) -> None:
-    """Checks that each epoch had each sample once, but for the steps that were repeated after a restart."""
+    """Checks that each epoch had each sample once, but for the steps that were repeated: those after `last` by key."""
     counted: Counter[tuple[int, int]] = Counter()
     for line in lines:
-        if "step" in line and (is_later(line) or line["step"] <= resumed_at):
+        if "step" in line and line["step"] <= last.get(line[key], 1000):
             counted.update((line["epoch"], sample) for sample in line["samples"])
-    assert set(counted) == {(epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES)}
+    assert set(counted) == {(epoch, sample) for epoch in range(EPOCHS) for sample in range(samples)}
     assert set(counted.values()) == {1}
 
 
 @pytest.mark.parametrize(("victim", "every"), [(1, None), (0, None), (1, 3)])
 def test_torchrun_restarts_after_a_kill(tmp_path: Path, victim: int, every: int | None) -> None:
-    kills = [{"restart": 0, "step": 8, "rank": victim}]
-    with Agents(tmp_path, "1", kills=kills, every=every) as agents:
+    with Agents(tmp_path, "1", kills={victim: 8}, every=every) as agents:
         agent = agents.start(nproc=2)
         assert agent.wait(LIMIT_S) == 0, agents.output()
         lines = agents.lines()
@@ -118,10 +125,10 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path, victim: int, every: int 
     # Without `every` each step is saved before the next one begins: step 8 was in progress. With it, a save that is due
     # while the one before is being written comes a step later.
     assert begins[1] in ((7,) if every is None else (3, 6, 7)), agents.output()
-    assert_each_sample_once(lines, begins[1], lambda line: line["restart"] == 1)
+    assert_each_sample_once(lines, {0: begins[1]}, "restart")
     ends = [line for line in lines if "end" in line]
     assert [line["end"] for line in ends] == [EPOCHS * SAMPLES // (2 * BATCH)] * 2
-    assert ends[0]["weight"] == ends[1]["weight"]
+    assert ends[0]["weights"] == ends[1]["weights"]
 
 
 def test_a_host_leaves(tmp_path: Path) -> None:
@@ -142,7 +149,7 @@ def test_a_host_leaves(tmp_path: Path) -> None:
     (alone,) = (line for line in lines if "begin" in line and line["world_size"] == 1)
     done = max(line["step"] for line in lines if "step" in line and line["world_size"] == 2)
     assert done - 1 <= alone["begin"] <= done
-    assert_each_sample_once(lines, alone["begin"], lambda line: line["world_size"] == 1)
+    assert_each_sample_once(lines, {2: alone["begin"]})
 
 
 def test_a_host_joins(tmp_path: Path) -> None:
@@ -163,3 +170,74 @@ def test_a_host_joins(tmp_path: Path) -> None:
     assert begins[0] in (done, done + 1)  # the last step was saved, and may not have been told any more
     steps = {line["step"] for line in lines if "step" in line and line["world_size"] == 3}
     assert min(steps) == begins[0] + 1
+
+
+# ---- Ranks that continue in place.
+
+FEW = 36  # samples
+
+
+def run(folder: Path, *, world_size: int = 4, min_ranks: int = 1, **options: Any) -> list[tuple[int, str]]:
+    """Runs the program on each rank, and returns exit codes and errors."""
+    (folder / "runs").mkdir()
+    plan = written_plan(folder, samples=FEW, world_size=world_size, min_ranks=min_ranks, **options)
+    command = [warm_python(), str(PROGRAM), str(plan)]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(world_size)]
+    try:
+        errors = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, text) for rank, text in zip(ranks, errors, strict=True)]
+
+
+def begins_of(folder: Path, name: int) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / f"rank-{name}.jsonl").read_text().splitlines())
+    return [line for line in lines if "begin" in line]
+
+
+def test_the_ranks_that_are_left_continue(tmp_path: Path) -> None:
+    """First the rank that leads dies, then another one: 4, 3 and 2 ranks."""
+    ranks = run(tmp_path, kills={0: 3, 2: 6})
+    assert [code for code, _ in ranks] == [-9, 0, -9, 0], ranks
+    begins = begins_of(tmp_path, 3)
+    assert [line["world_size"] for line in begins] == [4, 3, 2]
+    assert [line["rank"] for line in begins] == [3, 2, 1]
+    assert [line["begin"] for line in begins[1:]] == [2, 5]  # no complete step is repeated
+    lines = lines_of(tmp_path)
+    assert_each_sample_once(lines, {4: begins[1]["begin"], 3: begins[2]["begin"]}, samples=FEW)
+    weights = [line["weights"] for line in lines if "end" in line]
+    assert weights == weights[:1] * 2
+    errors = ranks[3][1]
+    assert "rank 0 (process " in errors
+    assert "3 of 4 ranks continue" in errors
+    assert "2 of 3 ranks continue" in errors
+    assert not list((tmp_path / "runs").glob(".survivors-*"))
+
+
+def test_the_others_continue_without_a_rank_that_computes_wrongly(tmp_path: Path) -> None:
+    ranks = run(tmp_path, errs={2: 4})
+    assert [code for code, _ in ranks] == [0, 0, EXIT_CODE, 0], ranks
+    begins = begins_of(tmp_path, 3)
+    assert [line["world_size"] for line in begins] == [4, 3]
+    assert 3 <= begins[1]["begin"] <= 3 + 4  # each rank repeats passes, and has its own repeated, within four checks
+    errors = ranks[3][1]
+    assert "rank 2 (process " in errors
+    assert "it saw: gradients of one pass differ between ranks in step " in errors
+    weights = [line["weights"] for line in lines_of(tmp_path) if "end" in line]
+    assert weights == weights[:1] * 3
+
+
+def test_a_rank_raises_an_error_of_its_own_and_too_few_ranks_raise(tmp_path: Path) -> None:
+    """Rank 1 raises, ranks 0 and 2 continue, and once rank 2 has died, rank 0 is alone, which is too few."""
+    ranks = run(tmp_path, raises={1: 3}, kills={2: 6}, world_size=3, min_ranks=2)
+    assert [code for code, _ in ranks] == [1, 1, -9], ranks
+    assert "ArithmeticError: a defect of the script" in ranks[1][1]
+    assert [line["world_size"] for line in begins_of(tmp_path, 0)] == [3, 2]
+    assert "2 of 3 ranks continue" in ranks[0][1]
+    assert "1 of 2 ranks continue" not in ranks[0][1]
+
+
+def test_a_process_without_a_group_is_told_what_to_call(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'no process group: call torch\.distributed\.init_process_group\("gloo"\)'):
+        continue_in_place(lambda: None, tmp_path)

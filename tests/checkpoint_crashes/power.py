@@ -94,7 +94,7 @@ class File:
         return bytes(data)
 
 
-Change = Callable[[dict[str, "File | Folder"]], None]
+Change = dict[str, "File | Folder | None"]  # entries that come, or go
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Folder:
     pending: list[Change] = field(default_factory=list)
 
     def change(self, change: Change) -> None:
-        change(self.entries)
+        _apply(change, self.entries)
         self.pending.append(change)
 
     def sync(self) -> None:
@@ -118,31 +118,15 @@ class Folder:
         found = dict(self.durable)
         for change in self.pending:
             if survives():
-                change(found)
+                _apply(change, found)
         return found
 
 
-def _put(name: str, node: File | Folder) -> Change:
-    return lambda entries: entries.update({name: node})
-
-
-def _drop(name: str) -> Change:
-    return lambda entries: entries.pop(name, None) and None
-
-
-def _move(old: str, new: str, node: File | Folder) -> Change:
-    def change(entries: dict[str, File | Folder]) -> None:
-        entries.pop(old, None)
-        entries[new] = node
-
-    return change
-
-
-def _swap(first: str, second: str, nodes: tuple[File | Folder, File | Folder]) -> Change:
-    def change(entries: dict[str, File | Folder]) -> None:
-        entries[second], entries[first] = nodes
-
-    return change
+def _apply(change: Change, entries: dict[str, File | Folder]) -> None:
+    for name, node in change.items():
+        entries.pop(name, None)
+        if node is not None:
+            entries[name] = node
 
 
 class Disk:
@@ -157,20 +141,20 @@ class Disk:
             return
         folder, name = self._parent(call.path)
         if call.kind == "create":
-            folder.change(_put(name, File()))
+            folder.change({name: File()})
         elif call.kind == "mkdir":
-            folder.change(_put(name, Folder()))
+            folder.change({name: Folder()})
         elif call.kind in ("unlink", "rmdir"):
-            folder.change(_drop(name))
+            folder.change({name: None})
         elif call.kind in ("rename", "exchange"):
             other, to = self._parent(call.to)
             assert other is folder, "the simulation moves entries within a folder only"
             node = folder.entries[name]
             if call.kind == "rename":
                 assert to not in folder.entries, "a rename replaces nothing here"
-                folder.change(_move(name, to, node))
+                folder.change({name: None, to: node})
             else:
-                folder.change(_swap(name, to, (node, folder.entries[to])))
+                folder.change({to: node, name: folder.entries[to]})
         else:
             node = folder.entries[name] if name else folder
             if call.kind == "fsync":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections.abc import Iterator
@@ -10,11 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from checkpoint_crashes.contents import Round
 from drivetrain.checkpointing import Checkpointer, Store
 from drivetrain.checkpointing.state.training_state import state_dicts
 from drivetrain.optim import AdamW
+from resumed_training import checksum_of
 
 _SIZE = 1 << 20  # elements of each of two matrices: 25 MB with their optimizer states
 _STEPS = 25  # rounds of one training
@@ -83,29 +84,15 @@ def _write(model: nn.Module, optimizer: torch.optim.Optimizer, averaged: list[Te
             values["exp_avg"].zero_()
 
 
-def _hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    return _digest([model.state_dict(), optimizer.state_dict()["state"]])
+def _hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    return _checksum([model.state_dict(), optimizer.state_dict()["state"]])
 
 
-def _hash_of(checkpoint: object, model: nn.Module) -> str:
+def _hash_of(checkpoint: object, model: nn.Module) -> int:
     saved = state_dicts(checkpoint)  # type: ignore[arg-type]
     assert saved is not None
-    return _digest([{name: saved["model"][name] for name in model.state_dict()}, saved["optimizer"][0]["state"]])
+    return _checksum([{name: saved["model"][name] for name in model.state_dict()}, saved["optimizer"][0]["state"]])
 
 
-def _digest(value: object) -> str:
-    found = hashlib.blake2b()
-
-    def add(one: object) -> None:
-        if isinstance(one, dict):
-            for name, entry in one.items():
-                found.update(str(name).encode())
-                add(entry)
-        elif isinstance(one, list):
-            for entry in one:
-                add(entry)
-        elif isinstance(one, Tensor):
-            found.update(one.detach().contiguous().numpy().tobytes())
-
-    add(value)
-    return found.hexdigest()
+def _checksum(value: object) -> int:
+    return checksum_of(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

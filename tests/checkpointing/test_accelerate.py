@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +23,42 @@ pytestmark = pytest.mark.filterwarnings("default")  # Accelerate's own warnings 
 STEPS, EPOCHS = 20, 4
 
 
-def train(folder: Path, stop: int) -> list[tuple[list[float], float]]:
-    """Returns the rows and the loss of each step of this call, until step `stop` of all calls."""
+class Noisy(Dataset[torch.Tensor]):
+    """Rows with noise from the generator of the process that loads them."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(4)
+
+
+def plain() -> DataLoader[torch.Tensor]:
+    rows: Any = torch.arange(44.0).reshape(11, 4)
+    return DataLoader(rows, batch_size=2, sampler=ResumableSampler(11))
+
+
+def prepared(num_workers: int, **options: Any) -> Any:
+    loader = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=num_workers)
+    return prepare_data_loader(loader, put_on_device=False, **options)
+
+
+def train(folder: Path, stop: int, make: Callable[[], Any] = plain) -> list[tuple[Any, ...]]:
+    """Returns what each step of this call saw, until step `stop` of all calls.
+
+    These are the number of the epoch, the rows, the loss, and whether a prepared loader says that the epoch ends.
+    """
     torch.manual_seed(0)
     accelerator = accelerate.Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    rows: Any = torch.arange(44.0).reshape(11, 4)
-    loader: DataLoader[torch.Tensor] = DataLoader(rows, batch_size=2, sampler=ResumableSampler(11))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    loader = make()
     found = []
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
     with Checkpointer(folder, every=None, **objects) as ckpt:
-        for _ in range(ckpt.epoch, EPOCHS):
+        for epoch in range(ckpt.epoch, EPOCHS):
             for batch in loader:
                 loss = model(batch).square().mean()
                 accelerator.backward(loss)
@@ -42,7 +66,8 @@ def train(folder: Path, stop: int) -> list[tuple[list[float], float]]:
                 scheduler.step()
                 optimizer.zero_grad()
                 ckpt.step()
-                found.append((batch.flatten().tolist(), loss.item()))
+                is_end = getattr(loader, "end_of_dataloader", None)
+                found.append((epoch, batch.flatten().tolist(), loss.item(), is_end))
                 if ckpt.steps == stop:
                     return found
     return found
@@ -55,40 +80,6 @@ def test_any_step_continues_with_the_same_bits(tmp_path: Path) -> None:
         first = train(tmp_path / f"stopped-{stop}", stop)
         torch.rand(3)
         assert first + train(tmp_path / f"stopped-{stop}", STEPS) == whole, stop
-
-
-class Noisy(Dataset[torch.Tensor]):
-    """Rows with noise from the generator of the process that loads them."""
-
-    def __len__(self) -> int:
-        return 11
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return index + torch.rand(4)
-
-
-def train_prepared(folder: Path, stop: int, *, num_workers: int, **options: Any) -> list[tuple[Any, ...]]:
-    """Returns what each step of this call saw: its epoch, the rows, the loss, and whether the epoch ends."""
-    torch.manual_seed(0)
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    plain = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=num_workers)
-    loader = prepare_data_loader(plain, put_on_device=False, **options)
-    found = []
-    with Checkpointer(folder, every=None, model=model, optimizer=optimizer, data=loader) as ckpt:
-        for epoch in range(ckpt.epoch, EPOCHS):
-            for batch in loader:
-                loss = model(batch).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                ckpt.step()
-                found.append((epoch, batch.flatten().tolist(), loss.item(), loader.end_of_dataloader))
-                if ckpt.steps == stop:
-                    return found
-    return found
 
 
 @pytest.mark.parametrize(
@@ -104,23 +95,22 @@ def train_prepared(folder: Path, stop: int, *, num_workers: int, **options: Any)
 def test_a_prepared_loader_continues_with_the_same_bits(
     tmp_path: Path, num_workers: int, options: dict[str, Any]
 ) -> None:
-    steps = 14
-    whole = train_prepared(tmp_path / "whole", steps, num_workers=num_workers, **options)
+    steps, make = 14, functools.partial(prepared, num_workers, **options)
+    whole = train(tmp_path / "whole", steps, make)
     assert len({epoch for epoch, *_ in whole}) >= 3
     assert len(whole) <= steps
     # With a worker, noise depends on how often the worker has drawn, which is not known. Its seed is restored.
     stops = range(1, len(whole)) if num_workers == 0 else (len([epoch for epoch, *_ in whole if epoch == 0]),)
     for stop in stops:
-        first = train_prepared(tmp_path / f"at-{stop}", stop, num_workers=num_workers, **options)
+        first = train(tmp_path / f"at-{stop}", stop, make)
         torch.rand(3)
-        rest = train_prepared(tmp_path / f"at-{stop}", steps, num_workers=num_workers, **options)
-        assert first + rest == whole, stop
+        assert first + train(tmp_path / f"at-{stop}", steps, make) == whole, stop
 
 
 def test_a_second_restart_of_a_prepared_loader(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"num_workers": 0, "use_seedable_sampler": True}
-    whole = train_prepared(tmp_path / "whole", 12, **options)
-    parts = [train_prepared(tmp_path / "parts", stop, **options) for stop in (2, 3, 6, 7, 12)]
+    make = functools.partial(prepared, 0, use_seedable_sampler=True)
+    whole = train(tmp_path / "whole", 12, make)
+    parts = [train(tmp_path / "parts", stop, make) for stop in (2, 3, 6, 7, 12)]
     assert [step for part in parts for step in part] == whole
 
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from drivetrain.processes import this_process
 from ranks import RankPool
 
 LIMIT_S = 60
+Opened = Callable[..., list[Store]]
 
 
 def _save_on_ranks(folder: str) -> list[Any]:
@@ -93,17 +94,22 @@ def _stores(kind: str, folder: Path) -> list[Any]:
     return [host, dist.TCPStore("127.0.0.1", host.port, 2, is_master=False, timeout=timedelta(seconds=LIMIT_S))]
 
 
-def _opened(stores: list[Any], folders: list[Path], timeout: float = LIMIT_S) -> list[Store]:
-    return [
-        Store(
-            folders[rank],
-            rank=rank,
-            world_size=len(stores),
-            coordinator=Coordinator(store, rank, len(stores)),
-            timeout=timeout,
-        )
-        for rank, store in enumerate(stores)
-    ]
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Yields what opens the stores of ranks in this process, which are closed at the end of the test."""
+    ranks = []
+
+    def open_ranks(stores: list[Any], folders: list[Path], timeout: float = LIMIT_S) -> list[Store]:
+        size = len(stores)
+        ranks[:] = [
+            Store(folder, rank=rank, world_size=size, coordinator=Coordinator(store, rank, size), timeout=timeout)
+            for rank, (store, folder) in enumerate(zip(stores, folders, strict=True))
+        ]
+        return list(ranks)
+
+    yield open_ranks
+    for rank in ranks:
+        rank.close()
 
 
 def _outcome(save: Save) -> str:
@@ -115,10 +121,10 @@ def _outcome(save: Save) -> str:
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_every_store_of_torch_coordinates(kind: str, tmp_path: Path) -> None:
+def test_every_store_of_torch_coordinates(kind: str, opened: Opened, tmp_path: Path) -> None:
     stores = _stores(kind, tmp_path)
     for generation in range(2):  # a second pair of coordinators in one store sees none of the first one's keys
-        ranks = _opened(stores, [tmp_path / "runs"] * 2)
+        ranks = opened(stores, [tmp_path / "runs"] * 2)
         for step in range(3):
             saves = [
                 rank.save(step, {f"w{i}": torch.full((5,), float(step))}, generation) for i, rank in enumerate(ranks)
@@ -133,10 +139,10 @@ def test_every_store_of_torch_coordinates(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_stops_waiting_keeps_the_files_of_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees that a third rank has died, while rank 0 has all parts and completes the checkpoint."""
-    ranks = _opened(_stores("hash", tmp_path), [tmp_path / "runs"] * 2)
+    ranks = opened(_stores("hash", tmp_path), [tmp_path / "runs"] * 2)
     has_failed, publish, writer = threading.Event(), directory.publish, ranks[1]._writer
     ask = writer.coordinator.ask
 
@@ -156,8 +162,6 @@ def test_a_rank_that_stops_waiting_keeps_the_files_of_a_checkpoint(
     assert "the process of rank 2 has ended" in _outcome(saves[1])
     has_failed.set()
     assert _outcome(saves[0]) == "saved"
-    for rank in ranks:
-        rank.close()
     latest = ranks[0].latest()
     assert latest is not None
     assert latest.verify() == []
@@ -178,12 +182,12 @@ class _Mute:
 
 
 def test_rank_0_waits_until_the_others_know_that_a_save_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drivetrain.checkpointing.store.commit._READ_S", 0.2)
     store = dist.HashStore()
     for generation, mute in enumerate([False, True], start=1):
-        ranks = _opened([store, _Mute(store) if mute else store], [tmp_path / str(mute)] * 2)
+        ranks = opened([store, _Mute(store) if mute else store], [tmp_path / str(mute)] * 2)
         saves = [rank.save(1, {f"w{i}": torch.ones(2)}, None) for i, rank in enumerate(ranks)]
         assert _outcome(saves[0]) == "saved"
         # Rank 0's process may end now, and the store with it.
@@ -193,9 +197,9 @@ def test_rank_0_waits_until_the_others_know_that_a_save_is_complete(
             rank.close()
 
 
-def test_ranks_without_a_shared_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_shared_disk_are_told(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.checkpointing.store.commit._VISIBLE_S", 0.2)
-    ranks = _opened(_stores("hash", tmp_path), [tmp_path / "host-a", tmp_path / "host-b"])
+    ranks = opened(_stores("hash", tmp_path), [tmp_path / "host-a", tmp_path / "host-b"])
     saves = [rank.save(1, {"x": torch.ones(2)}, None) for rank in ranks]
     for save in saves:
         assert "the ranks do not share this file system" in _outcome(save)
@@ -205,24 +209,20 @@ def test_ranks_without_a_shared_disk_are_told(tmp_path: Path, monkeypatch: pytes
         assert [entry.name for entry in rank.directory.iterdir() if entry.name != ".lock"] == []
 
 
-def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
-    ranks = _opened(_stores("hash", tmp_path), [tmp_path] * 2)
+def test_ranks_that_save_different_steps_are_told(opened: Opened, tmp_path: Path) -> None:
+    ranks = opened(_stores("hash", tmp_path), [tmp_path] * 2)
     saves = [rank.save(step, {}, None) for step, rank in enumerate(ranks)]
     assert "rank 1 saves step 1 while another rank saves step 0" in _outcome(saves[1])
     assert "saves step" in _outcome(saves[0])
     saves = [rank.save(7, {}, None) for rank in ranks]
     assert [_outcome(save) for save in saves] == ["saved", "saved"]
-    for rank in ranks:
-        rank.close()
 
 
 @pytest.mark.parametrize(("absent", "message"), [(1, "rank 1 to write its part"), (0, "rank 0 to begin the save")])
-def test_a_rank_that_never_saves_is_named(tmp_path: Path, absent: int, message: str) -> None:
-    ranks = _opened(_stores("hash", tmp_path), [tmp_path] * 2, timeout=0.3)
+def test_a_rank_that_never_saves_is_named(opened: Opened, tmp_path: Path, absent: int, message: str) -> None:
+    ranks = opened(_stores("hash", tmp_path), [tmp_path] * 2, timeout=0.3)
     save = ranks[1 - absent].save(1, {}, None)
     assert message in _outcome(save)
-    for rank in ranks:
-        rank.close()
 
 
 class _BrokenStore:
@@ -238,27 +238,23 @@ class _BrokenStore:
         return getattr(self._store, name)  # type: ignore[no-any-return]
 
 
-def test_a_store_that_does_not_answer_fails_the_save(tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_fails_the_save(opened: Opened, tmp_path: Path) -> None:
     store = _BrokenStore()
-    ranks = _opened([store, store], [tmp_path] * 2)
+    ranks = opened([store, store], [tmp_path] * 2)
     store.is_broken = True
     assert "cannot reach the store of torch.distributed" in _outcome(ranks[0].save(1, {}, None))
     store.is_broken = False
-    for rank in ranks:
-        rank.close()
 
 
-def test_the_keys_of_old_saves_are_deleted(tmp_path: Path) -> None:
+def test_the_keys_of_old_saves_are_deleted(opened: Opened, tmp_path: Path) -> None:
     store = dist.HashStore()
-    ranks = _opened([store, store], [tmp_path] * 2)
+    ranks = opened([store, store], [tmp_path] * 2)
     counts = []
     for step in range(4):
         saves = [rank.save(step, {}, None) for rank in ranks]
         assert [_outcome(save) for save in saves] == ["saved", "saved"]
         counts.append(store.num_keys())
     assert counts[1:] == [counts[0]] * 3
-    for rank in ranks:
-        rank.close()
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:

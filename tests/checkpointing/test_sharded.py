@@ -63,6 +63,12 @@ def net(kind: str, seed: int) -> nn.Module:
     return model.bfloat16() if "master" in kind else model
 
 
+def zero_class() -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
+
+    return ZeroRedundancyOptimizer
+
+
 def make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net(kind, seed)
     if dist.is_initialized():
@@ -70,6 +76,11 @@ def make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         name, _, how = kind.partition("/")
         shape = meshes.get(how, (dist.get_world_size(),))
         names = ("replicate", "shard")[-len(shape) :]
+        if how == "zero":
+            model = nn.parallel.DistributedDataParallel(model)
+            options: dict[str, Any] = {"state_bits": 8, "min_8bit_size": 64} if "8-bit" in name else {}
+            inner = torch.optim.AdamW if name == "torch" else drivetrain.optim.AdamW
+            return model, zero_class()(model.parameters(), inner, lr=1e-2, **options)
         if how.startswith("ddp "):
             model = drivetrain.DistributedDataParallel(model, shard=how.removeprefix("ddp "))
         else:
@@ -97,9 +108,13 @@ def whole(value: Tensor) -> Tensor:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
-    """Returns all parameters and states as whole tensors, by name."""
+    """Returns all parameters and states as whole tensors, by name; of a ZeroRedundancyOptimizer those of this rank."""
     found = [(name, whole(value)) for name, value in model.state_dict().items()]
-    for number, values in sorted(optimizer.state_dict()["state"].items()):
+    if hasattr(optimizer, "_param_to_index"):
+        states = {optimizer._param_to_index[param]: values for param, values in optimizer.optim.state.items()}
+    else:
+        states = optimizer.state_dict()["state"]
+    for number, values in sorted(states.items()):
         found += [(f"{number}/{name}", whole(value)) for name, value in values.items() if isinstance(value, Tensor)]
     return found
 
@@ -138,6 +153,9 @@ def resume(kind: str, folder: Path, is_same_world: bool) -> Saved:
                 assert train(model, optimizer, range(3, 7)) == expected
             else:
                 ckpt.step()
+                if kind.endswith("/zero"):
+                    expected = torch.load(folder / "expected-0.pt")
+                    torch.testing.assert_close(train(model, optimizer, range(3, 7)), expected, rtol=1e-3, atol=1e-5)
     has_warned = any("losses will differ from an uninterrupted run" in str(one.message) for one in found)
     assert has_warned == (not is_same_world and dist.get_rank() == 0)
     return restored
@@ -181,12 +199,21 @@ def test_each_rank_writes_its_part_and_says_where_it_belongs(pools: dict[int, Ra
     assert torch.equal(torch.cat(parts), saved["0.weight"])
 
 
-def load_with_torch(folder: Path, saved: Saved, kind: str = "torch") -> None:
-    model, optimizer = make(kind, 2)
+def save_by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=folder)
+
+
+def load_by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     model_state, optim_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optim_state}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def load_with_torch(folder: Path, saved: Saved, kind: str = "torch") -> None:
+    model, optimizer = make(kind, 2)
+    load_by_torch(model, optimizer, folder)
     assert_same_bits(everything(model, optimizer), saved)
 
 
@@ -216,8 +243,7 @@ def save_with_torch(kind: str, folder: Path) -> tuple[Saved, Saved]:
     """Saves by torch.distributed.checkpoint. Returns the parameters and states, and those of the whole state dict."""
     model, optimizer = make(kind, 0)
     train(model, optimizer, range(3))
-    model_state, optim_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=folder)
+    save_by_torch(model, optimizer, folder)
     full = drivetrain.optim.full_state_dict(optimizer)
     assert bool(full) == (dist.get_rank() == 0)
     states = sorted(full["state"].items()) if full else []
@@ -253,65 +279,15 @@ def test_torchs_checkpoint_and_whole_states_go_to_other_numbers_of_ranks(
     pools[4].run(load_whole, kind, [*named.items(), *states], plain)
 
 
-def zero_class() -> Any:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
-
-    return ZeroRedundancyOptimizer
-
-
-def make_zero(kind: str, seed: int) -> tuple[nn.Module, Any]:
-    torch.manual_seed(seed)
-    model = nn.parallel.DistributedDataParallel(net("", seed))
-    classes = {"torch": torch.optim.AdamW, "ours 8-bit": drivetrain.optim.AdamW}
-    options: dict[str, Any] = {"state_bits": 8, "min_8bit_size": 64} if "8-bit" in kind else {}
-    return model, zero_class()(model.parameters(), classes[kind], lr=1e-2, **options)
-
-
-def zero_everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    found = dict(model.state_dict())
-    for param, values in optimizer.optim.state.items():
-        number = optimizer._param_to_index[param]
-        found |= {f"{number}/{name}": value.clone() for name, value in values.items() if isinstance(value, Tensor)}
-    return found
-
-
-def save_zero(kind: str, folder: Path) -> dict[str, Tensor]:
-    model, optimizer = make_zero(kind, 0)
-    with Checkpointer(folder / "run", model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
-        train(model, optimizer, range(3))
-        ckpt.step()
-    saved = {name: value.detach().clone() for name, value in zero_everything(model, optimizer).items()}
-    torch.save(train(model, optimizer, range(3, 7)), folder / f"expected-{dist.get_rank()}.pt")
-    return saved
-
-
-def resume_zero(kind: str, folder: Path, is_same_world: bool) -> dict[str, Tensor]:
-    model, optimizer = make_zero(kind, 1)
-    with Checkpointer(folder / "run", model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
-        restored = {name: value.detach().clone() for name, value in zero_everything(model, optimizer).items()}
-        if is_same_world:
-            assert train(model, optimizer, range(3, 7)) == torch.load(folder / f"expected-{dist.get_rank()}.pt")
-        else:
-            ckpt.step()
-            torch.testing.assert_close(
-                train(model, optimizer, range(3, 7)), torch.load(folder / "expected-0.pt"), rtol=1e-3, atol=1e-5
-            )
-    return restored
-
-
-@pytest.mark.parametrize("kind", ["torch", "ours 8-bit"])
+@pytest.mark.parametrize("kind", ["torch/zero", "ours 8-bit/zero"])
 def test_zero_redundancy_states_are_saved_by_their_ranks(kind: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
-    parts = pools[2].run(save_zero, kind, tmp_path)
+    parts = [dict(part) for part in pools[2].run(save, kind, tmp_path)]
     saved = parts[0] | parts[1]
     assert all(any(name not in part for name in saved) for part in parts)
-    for size, is_same_world in ((2, True), (4, False)):
-        (tmp_path / str(size)).mkdir()
-        if size == 4:  # the run on two ranks has saved its end
-            pools[2].run(save_zero, kind, tmp_path / "4")
-        folder = tmp_path if size == 2 else tmp_path / "4"
+    for size in (2, 4):
         found: dict[str, Tensor] = {}
-        for one in pools[size].run(resume_zero, kind, folder, is_same_world):
-            found |= one
+        for one in pools[size].run(resume, kind, tmp_path, size == 2):
+            found |= dict(one)
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], saved[name]) for name in saved)
 
@@ -417,10 +393,7 @@ def test_what_is_exported_continues_with_the_same_bits(kind: str, tmp_path: Path
 
     if kind in ("torch", "momentum"):  # torch's own way in
         other, its = make_net(kind, 2)
-        model_state, optim_state = get_state_dict(other, its)
-        state = {"model": model_state, "optim": optim_state}
-        dcp.load(state, checkpoint_id=out)
-        set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        load_by_torch(other, its, out)
         assert train(other, its, range(3, 9)) == expected
 
 
@@ -429,8 +402,7 @@ def test_what_torch_saved_is_imported_through_the_checkpointer(keys: str, tmp_pa
     model, optimizer = make_net("torch", 0)
     train(model, optimizer, range(3))
     if keys == "names":
-        model_state, optim_state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=tmp_path / "old")
+        save_by_torch(model, optimizer, tmp_path / "old")
     else:
         state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
         dcp.save(state, checkpoint_id=tmp_path / "old")
@@ -444,57 +416,42 @@ def test_what_torch_saved_is_imported_through_the_checkpointer(keys: str, tmp_pa
             assert found == (expected[:3] if seed == 1 else expected[3:])
 
 
-def save_sharded(folder: Path) -> None:
-    model, optimizer = sharded("torch", 0)
-    train(model, optimizer, range(3))
-    model_state, optim_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=folder / "old")
-
-
-def sharded(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def two_layers(how: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 31), nn.ReLU(), nn.Linear(31, 2))
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, OPTIMIZERS[kind](groups(model))
+    model: nn.Module = nn.Sequential(nn.Linear(6, 31), nn.ReLU(), nn.Linear(31, 2))
+    if how == "sharded":
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    elif how == "replicated":
+        model = nn.parallel.DistributedDataParallel(model)
+    return model, OPTIMIZERS["ours" if how == "replicated" else "torch"](groups(model))
 
 
-def import_sharded(folder: Path) -> None:
-    model, optimizer = sharded("torch", 1)
+def save_sharded(folder: Path) -> None:
+    model, optimizer = two_layers("sharded", 0)
+    train(model, optimizer, range(3))
+    save_by_torch(model, optimizer, folder / "old")
+
+
+def import_and_train(how: str, folder: Path) -> None:
+    model, optimizer = two_layers(how, 1)
     import_dcp(folder / "old", model, optimizer)
     torch.testing.assert_close(train(model, optimizer, range(3, 9)), torch.load(folder / "expected.pt"))
 
 
-def import_replicated(folder: Path) -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 31), nn.ReLU(), nn.Linear(31, 2))
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = OPTIMIZERS["ours"](groups(wrapped))
-    import_dcp(folder / "old", wrapped, optimizer)
-    torch.testing.assert_close(train(wrapped, optimizer, range(3, 9)), torch.load(folder / "expected.pt"))
-
-
 def test_a_sharded_checkpoint_is_imported_at_other_world_sizes(pools: dict[int, RankPool], tmp_path: Path) -> None:
     pools[2].run(save_sharded, tmp_path)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 31), nn.ReLU(), nn.Linear(31, 2))
-    optimizer = OPTIMIZERS["torch"](groups(model))
+    model, optimizer = two_layers("plain", 0)
     train(model, optimizer, range(3))
-    expected = train(model, optimizer, range(3, 9))
-    torch.save(expected, tmp_path / "expected.pt")
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 31), nn.ReLU(), nn.Linear(31, 2))
-    optimizer = OPTIMIZERS["torch"](groups(model))
-    import_dcp(tmp_path / "old", model, optimizer)
-    torch.testing.assert_close(train(model, optimizer, range(3, 9)), expected)
-    pools[4].run(import_sharded, tmp_path)
-    pools[2].run(import_replicated, tmp_path)
+    torch.save(train(model, optimizer, range(3, 9)), tmp_path / "expected.pt")
+    import_and_train("plain", tmp_path)
+    pools[4].run(import_and_train, "sharded", tmp_path)
+    pools[2].run(import_and_train, "replicated", tmp_path)
 
 
 def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
     model, optimizer = make_net("torch", 0)
     train(model, optimizer, range(2))
-    model_state, optim_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=tmp_path / "old")
+    save_by_torch(model, optimizer, tmp_path / "old")
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     larger = nn.Linear(6, 40)

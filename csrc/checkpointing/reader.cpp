@@ -15,7 +15,6 @@
 #include "checkpointing/file.h"
 #include "checkpointing/slab.h"
 #include "checkpointing/snapshot.h"
-#include "checkpointing/threads.h"
 
 namespace drivetrain::checkpointing {
 namespace {

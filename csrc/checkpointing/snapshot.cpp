@@ -1,6 +1,11 @@
 // Copies tensors chunk by chunk with their checksums, and writes the chunks in order as they become ready.
 #include "checkpointing/snapshot.h"
 
+#include <pthread.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -9,12 +14,13 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
 #include "checkpointing/crc32c.h"
 #include "checkpointing/file.h"
-#include "checkpointing/threads.h"
 
 namespace drivetrain::checkpointing {
 namespace {
@@ -25,7 +31,29 @@ constexpr int64_t kChunksPerWrite = 2;
 constexpr int kWriters = 2;
 constexpr int kNice = 10;  // of the threads that copy and write: the training goes first
 
+void lower_priority(int nice) {
+  const auto self = static_cast<id_t>(::syscall(SYS_gettid));
+  errno = 0;
+  const int now = ::getpriority(PRIO_PROCESS, self);
+  if (errno == 0) ::setpriority(PRIO_PROCESS, self, std::min(19, now + nice));
+}
+
 }  // namespace
+
+int start_threads(const char* name, int count, int nice, const std::function<void()>& work) {
+  for (int i = 0; i < count; ++i) {
+    try {
+      std::thread([=] {
+        ::pthread_setname_np(::pthread_self(), name);
+        lower_priority(nice);
+        work();
+      }).detach();
+    } catch (const std::system_error&) {
+      return i;
+    }
+  }
+  return count;
+}
 
 // A part of the file: the header or a tensor. Named outside the anonymous namespace, as Snapshot::State has fields of
 // it.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +14,9 @@
 namespace drivetrain::checkpointing {
 
 constexpr int64_t kChunkBytes = 4 << 20;  // each chunk of a file has its own checksum
+
+// Starts detached threads that run the work, and returns how many the system had. `nice` is added to the niceness.
+int start_threads(const char* name, int count, int nice, const std::function<void()>& work);
 
 struct Source {
   StridedBytes bytes;

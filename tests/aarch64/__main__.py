@@ -30,7 +30,7 @@ SUITES = {
         ("optim/test_precision.py", "saved_tensors", "grad"),
     ),
     "checkpoint": (
-        ("checkpointing/test_values.py", "checkpointing/test_encoding.py", "checkpointing/test_damage.py"),
+        ("checkpointing/test_identity.py", "checkpointing/test_encoding.py", "checkpointing/test_damage.py"),
         ("checkpointing",),
     ),
     "shared memory": (("ddp/test_shm.py", "ddp/test_wire.py"), ("ddp",)),

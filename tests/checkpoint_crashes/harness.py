@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoint_crashes.contents import KEEP, KEYS, Round, problems_after_restart, problems_of, step_of, tensors_of
 from checkpoint_crashes.power import Call, Disk, read_trace
-from drivetrain.checkpointing import Store
+from drivetrain.checkpointing import Encryption, Store
 from drivetrain.checkpointing.store.reading import complete_checkpoints, find_checkpoints
 
 HERE = Path(__file__).parent
@@ -148,14 +148,14 @@ def cut_rounds(
         shutil.rmtree(state)
 
 
-def flip_rounds(folder: Path, seeds: range) -> Iterator[Round]:
+def flip_rounds(folder: Path, seeds: range, is_encrypted: bool = False) -> Iterator[Round]:
     """Flips one random bit of a random file of a checkpoint per seed. Yields (seed, True, problems).
 
     `verify` or the search for checkpoints must find each flip, and name the file. For a bit of a tensor, `verify` must
-    also name the tensor and the chunk, and loading must fail.
+    also name the tensor and the chunk, and loading must fail. Without a key, only `verify` finds a bit of a tensor.
     """
-    directory = folder / "flips"
-    with Store(directory, keep=None, timeout=60) as store:
+    directory, encryption = folder / f"flips-{is_encrypted}", KEYS if is_encrypted else None
+    with Store(directory, keep=None, timeout=60, encryption=encryption) as store:
         for count in range(1, KEEP + 3):
             store.save(step_of(count), tensors_of(count), {"count": count}).result(60)
     files = sorted(path for path in directory.glob("step-*/*") if path.is_file())
@@ -168,26 +168,30 @@ def flip_rounds(folder: Path, seeds: range) -> Iterator[Round]:
             byte = stream.read(1)[0]
             stream.seek(at)
             stream.write(bytes([byte ^ 1 << draw.randrange(8)]))
-        yield seed, True, [f"{path}, byte {at}: {problem}" for problem in _missed_flip(path, at)]
+        problems = [problem for keys in {encryption, None} for problem in _missed_flip(path, at, keys)]
+        yield seed, True, [f"{path}, byte {at}: {problem}" for problem in problems]
         with path.open("r+b") as stream:
             stream.seek(at)
             stream.write(bytes([byte]))
-    yield seeds.stop, True, problems_of(directory, KEEP + 2)
+    yield seeds.stop, True, problems_of(directory, KEEP + 2, encryption=encryption)
 
 
-def _missed_flip(path: Path, at: int) -> list[str]:
+def _missed_flip(path: Path, at: int, encryption: Encryption | None) -> list[str]:
     directory, name = path.parent.parent, path.name
-    errors = [str(found) for found in find_checkpoints(directory) if isinstance(found, Exception)]
+    errors = [str(found) for found in find_checkpoints(directory, encryption) if isinstance(found, Exception)]
     if errors:
         return [] if len(errors) == 1 and name in errors[0] else [f"the errors do not name it alone: {errors}"]
     if not name.endswith(".safetensors"):
         return ["no error"]
-    (checkpoint,) = (found for found in complete_checkpoints(directory) if found.path == path.parent)
+    (checkpoint,) = (found for found in complete_checkpoints(directory, encryption) if found.path == path.parent)
     faults = checkpoint.verify()
     entries = checkpoint._parts[0].entries
-    (tensor,) = (tensor for tensor, entry in entries.items() if entry.begin <= at < entry.end)
-    if len(faults) != 1 or faults[0].file != name or tensor not in faults[0].tensors or faults[0].chunk != at >> 22:
-        return [f"verify() returned {faults}, expected one fault that names {tensor} and chunk {at >> 22}"]
+    tensors = {tensor for tensor, entry in entries.items() if entry.begin <= at < entry.end}
+    if [(fault.file, fault.chunk) for fault in faults] != [(name, at >> 22)] or not tensors <= set(faults[0].tensors):
+        return [f"verify() returned {faults}, expected one fault that names {tensors} and chunk {at >> 22}"]
+    if not tensors:  # of an encrypted file without a key, or of its header, which the record has
+        return [] if checkpoint.key_id is not None else ["no tensor has this byte"]
+    (tensor,) = tensors
     try:
         checkpoint.load([tensor])
     except Exception as error:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from frameworks import resumed_trainers as trainers
+from polling import wait_until
 from resumed_training import checksum_of
 from warm_python import warm_context
 
@@ -64,7 +65,8 @@ class Run:
         with (self._folder / "log").open("a") as log:
             log.write(json.dumps({"step": step, "loss": loss.item().hex(), "bits": bits}) + "\n")
         if step == _SAVED_BY:
-            self._wait_for_a_checkpoint()
+            # A slow disk ends a save that began steps ago, so that a later death can lose no more than steps.
+            wait_until(lambda: bool(complete_checkpoints(self._folder / "checkpoints")), "complete checkpoint", LIMIT_S)
         if self._death is not None:
             if not self._is_dying and step >= self._death:  # a run can begin behind the drawn step
                 self._is_dying, self._death = True, step
@@ -73,13 +75,6 @@ class Run:
             if step == self._death + _STEPS_OF_DELAY:
                 time.sleep(LIMIT_S)  # dies meanwhile
         return step == STEPS
-
-    def _wait_for_a_checkpoint(self) -> None:
-        """Lets a slow disk end a save that began steps ago, so that a later death can lose no more than steps."""
-        end = time.monotonic() + LIMIT_S
-        while not complete_checkpoints(self._folder / "checkpoints"):
-            assert time.monotonic() < end, f"no checkpoint is complete {LIMIT_S:.0f} s after step {_SAVED_BY}"
-            time.sleep(0.005)
 
 
 def die_after(seconds: float) -> None:

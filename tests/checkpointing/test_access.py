@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote
+from drivetrain.checkpointing import CheckpointError, Remote
+from resumed_training import trained
 from warm_python import warm_context
 
 OWNER, COLLEAGUE, GROUP = 4001, 4002, 4100
@@ -23,18 +23,9 @@ LIMIT_S = 100
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act for two other users")
 
 
-def train(folder: Path, steps: int, **options: object) -> int:
+def train(folder: Path, steps: int, **options: Any) -> int:
     """Trains some steps more than before, and returns the steps of the checkpoint that it began with."""
-    torch.manual_seed(0)
-    model = nn.Linear(40, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with Checkpointer(folder, model=model, optimizer=optimizer, every=1, keep=2, **options) as ckpt:  # type: ignore[arg-type]
-        begun = ckpt.steps
-        for _ in range(steps):
-            model(torch.ones(2, 40)).sum().backward()
-            optimizer.step()
-            ckpt.step()
-    return begun
+    return trained(folder, steps, keep=2, **options).steps - steps
 
 
 def train_as(user: int, umask: int, folder: Path, steps: int) -> str:

@@ -109,8 +109,9 @@ def test_power_cuts_find_a_writer_that_syncs_too_little(server: harness.Server, 
     assert problems
 
 
-def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
-    outcomes = harness.flip_rounds(tmp_path, range(SEED, SEED + rounds(20, 60)))
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_flipped_bits_are_found_and_named(tmp_path: Path, is_encrypted: bool) -> None:
+    outcomes = harness.flip_rounds(tmp_path, range(SEED, SEED + rounds(60 if is_encrypted else 20, 60)), is_encrypted)
     assert [(seed, problems) for seed, _, problems in outcomes if problems] == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ from safetensors.torch import load_file
 from drivetrain import _C
 from drivetrain.checkpointing import (
     Checkpoint,
-    Checkpointer,
     CheckpointError,
     Coordinator,
     Encryption,
@@ -32,6 +30,7 @@ from drivetrain.checkpointing import (
 from drivetrain.checkpointing.store.layout import CHUNK_BYTES, part_name
 from drivetrain.checkpointing.store.reading import complete_checkpoints
 from drivetrain.cli import main
+from resumed_training import trained
 from warm_python import warm_python
 
 LIMIT_S = 60
@@ -165,34 +164,6 @@ def test_no_key_and_nonce_pair_repeats(tmp_path: Path, monkeypatch: pytest.Monke
         for _ in range(3):  # the same step with the same tensors
             store.save(1, tensors_of(1), None).result(LIMIT_S)
     assert len(pairs) == len(set(pairs)) == 3 * (3 + 1 + 1)  # chunks, record, manifest
-
-
-def test_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, kms("old"))
-    draw = random.Random(23)
-    for round in range(60):
-        path = draw.choice(sorted(checkpoint.path.iterdir()))
-        data = bytearray(path.read_bytes())
-        at = draw.randrange(len(data))
-        data[at] ^= 1 << draw.randrange(8)
-        whole = path.read_bytes()
-        path.write_bytes(data)
-        for encryption in (kms("old"), None):
-            try:
-                opened = Checkpoint(checkpoint.path, encryption)
-            except CheckpointError as error:
-                problem = str(error)
-            else:
-                problem = path.name
-                faults = opened.verify()
-                assert [(fault.file, fault.chunk) for fault in faults] == [(path.name, at // CHUNK_BYTES)], round
-                if encryption is not None and at > 1 << 16:
-                    assert faults[0].tensors, round
-                    with pytest.raises(CheckpointError, match=rf"{path.name}, chunk {at // CHUNK_BYTES} .*large"):
-                        opened.load()
-            assert path.name in problem, round
-        path.write_bytes(whole)
-    assert checkpoint.verify() == []
 
 
 def test_changes_with_fitting_checksums_are_found(tmp_path: Path) -> None:
@@ -412,22 +383,14 @@ def test_the_command_line_exports_plain_files(tmp_path: Path, capfd: pytest.Capt
     assert MARK.decode() in capfd.readouterr().out
 
 
-def trained(directory: Path, **arguments: Any) -> int:
-    """Trains one step, and returns the number of steps over all restarts."""
-    model = torch.nn.Linear(3, 2)
-    with Checkpointer(directory, model=model, every=1, **arguments) as ckpt:
-        ckpt.step()
-    return ckpt.steps
-
-
 def test_a_training_does_not_start_again_or_go_back_without_its_key(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    assert trained(runs) == 1
+    assert trained(runs, 1).steps == 1
     keys = Encryption(key=lambda key_id: ("old", KEYS["old"]), accept_plain=True)
-    assert trained(runs, encryption=keys) == 2
+    assert trained(runs, 1, encryption=keys).steps == 2
     with pytest.raises(EncryptionError, match="no key was given"):
-        trained(runs)  # step 1 is plain, and must not be resumed
+        trained(runs, 1)  # step 1 is plain, and must not be resumed
     lost = Encryption(key=lambda key_id: {None: ("new", KEYS["new"])}[key_id])
     with pytest.raises(EncryptionError, match="the key 'old' was not found"):
-        trained(runs, encryption=lost)
-    assert trained(runs, encryption=kms("new")) == 3
+        trained(runs, 1, encryption=lost)
+    assert trained(runs, 1, encryption=kms("new")).steps == 3

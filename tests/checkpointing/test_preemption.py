@@ -5,11 +5,17 @@ All Checkpointers of a process leave after one pass of the loop, and stderr says
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,9 @@ from checkpoint_crashes.group_signals import signaled
 from checkpoint_crashes.signals import Step, signal_round
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.preemption import agreement
+from drivetrain.checkpointing.preemption import notices as cloud
 from drivetrain.checkpointing.preemption.agreement import Ranks, named_wait
+from drivetrain.checkpointing.preemption.interval import Interval, daly_interval
 from drivetrain.checkpointing.preemption.notices import Notices
 from effort import rounds
 from polling import wait_until
@@ -416,3 +424,216 @@ def test_waits_are_named_within_half_a_minute() -> None:
     assert agreement._NAMED_AFTER_S <= 25
     with named_wait(lambda: pytest.fail("a short wait was named"), print, 60.0):
         pass
+
+
+# ---- The metadata services of clouds: a local server is as strict as the documented ones.
+
+
+class Service:
+    """The state of the three services."""
+
+    def __init__(self) -> None:
+        self.aws_action: dict[str, str] | None = None
+        self.aws_token = "first"
+        self.gcp_preempted = "FALSE"
+        self.azure_events: list[dict[str, Any]] = []
+        self.requests: list[str] = []
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[Service, str]]:
+    state = Service()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, code: int, text: str = "") -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_PUT(self) -> None:
+            state.requests.append(f"PUT {self.path}")
+            lifetime = int(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "0"))
+            is_right = self.path == "/latest/api/token" and 1 <= lifetime <= 21600
+            self.answer(200, state.aws_token) if is_right else self.answer(400)
+
+        def do_GET(self) -> None:
+            state.requests.append(f"GET {self.path}")
+            if self.path == "/latest/meta-data/spot/instance-action":
+                if self.headers.get("X-aws-ec2-metadata-token") != state.aws_token:
+                    return self.answer(401)
+                return self.answer(404) if state.aws_action is None else self.answer(200, json.dumps(state.aws_action))
+            if self.path == "/computeMetadata/v1/instance/preempted":
+                is_right = self.headers.get("Metadata-Flavor") == "Google"
+                return self.answer(200, state.gcp_preempted) if is_right else self.answer(403)
+            if self.headers.get("Metadata") != "true":
+                return self.answer(400)
+            if self.path == "/metadata/instance/compute/name?api-version=2021-02-01&format=text":
+                return self.answer(200, "node_3")
+            if self.path == "/metadata/scheduledevents?api-version=2020-07-01":
+                return self.answer(200, json.dumps({"DocumentIncarnation": 1, "Events": state.azure_events}))
+            return self.answer(404)
+
+        def log_message(self, *_: Any) -> None:
+            """Keeps the test's output clean."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield state, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_aws(service: tuple[Service, str]) -> None:
+    state, base = service
+    source = cloud.Aws(base)
+    assert source.notice() is None
+    state.aws_token = "second"  # the first has expired
+    assert source.notice() is None
+    state.aws_action = {"action": "terminate", "time": "2026-09-18T08:22:00Z"}
+    assert source.notice() == "AWS will terminate this instance at 2026-09-18T08:22:00Z"
+    assert state.requests.count("PUT /latest/api/token") == 2
+
+
+def test_gcp(service: tuple[Service, str]) -> None:
+    state, base = service
+    source = cloud.Gcp(base)
+    assert source.notice() is None
+    state.gcp_preempted = "TRUE\n"
+    assert source.notice() == "Google Cloud preempts this instance"
+    state.gcp_preempted = "<html>"
+    with pytest.raises(ValueError, match="expected TRUE or FALSE"):
+        source.notice()
+
+
+def event(kind: str, *resources: str) -> dict[str, Any]:
+    return {
+        "EventId": "A123BC45-1234-5678-AB90-ABCDEF123456",
+        "EventStatus": "Scheduled",
+        "EventType": kind,
+        "ResourceType": "VirtualMachine",
+        "Resources": list(resources),
+        "NotBefore": "Mon, 11 Apr 2026 22:26:58 GMT",
+        "Description": "",
+        "EventSource": "Platform",
+        "DurationInSeconds": -1,
+    }
+
+
+def test_azure(service: tuple[Service, str]) -> None:
+    state, base = service
+    source = cloud.Azure(base)
+    assert source.notice() is None
+    state.azure_events = [event("Preempt", "node_1", "node_2"), event("Freeze", "node_3")]
+    assert source.notice() is None
+    state.azure_events.append(event("Preempt", "node_2", "node_3"))
+    assert source.notice() == "Azure announces Preempt not before Mon, 11 Apr 2026 22:26:58 GMT"
+    state.azure_events = [event("Terminate", "node_3") | {"NotBefore": ""}]
+    assert source.notice() == "Azure announces Terminate not before now"
+
+
+def test_proxies_are_not_asked(service: tuple[Service, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert cloud.Gcp(service[1]).notice() is None
+
+
+def test_a_poller_keeps_asking_until_there_is_a_notice(service: tuple[Service, str]) -> None:
+    state, base = service
+    poller = cloud.Poller(cloud.Gcp(base), seconds=0.01)
+    wait_until(lambda: len(state.requests) >= 3, "three polls")
+    assert poller.reason is None
+    state.gcp_preempted = "TRUE"
+    wait_until(lambda: poller.reason is not None, "the notice")
+    poller.close()
+
+
+def test_a_service_that_does_not_answer_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        calls = 0
+
+        def notice(self) -> str | None:
+            self.calls += 1
+            raise OSError("no route to host")
+
+    source = Broken()
+    poller = cloud.Poller(source, seconds=0.001)
+    wait_until(lambda: source.calls >= 10, "ten polls")
+    poller.close()
+    assert [record.message for record in caplog.records].count(
+        "Broken does not answer, so preemptions that it announces go unseen: OSError: no route to host"
+    ) == 1
+
+
+def test_names_of_clouds() -> None:
+    assert isinstance(cloud.source_of("azure"), cloud.Azure)
+    with pytest.raises(ValueError, match="cloud is 'ibm', expected one of 'aws', 'gcp', 'azure'"):
+        cloud.source_of("ibm")
+
+
+# ---- When checkpoints are due, and Young and Daly's formula against a search for the best interval.
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [
+        (7, 7, None),
+        ("1 step", 1, None),
+        ("100 steps", 100, None),
+        ("30s", None, 30.0),
+        ("5min", None, 300.0),
+        ("1.5 h", None, 5400.0),
+        ("2D", None, 172800.0),
+        (datetime.timedelta(minutes=2), None, 120.0),
+        (None, None, None),
+    ],
+)
+def test_forms_of_every(every: Any, steps: int | None, seconds: float | None) -> None:
+    interval = Interval.of(every, "4h")
+    assert (interval.steps, interval.seconds, interval.mtbf) == (steps, seconds, None)
+
+
+@pytest.mark.parametrize(
+    "every", ["", "soon", "5", "0 steps", "1.5 steps", 0, -3, True, "0s", "5 parsecs", datetime.timedelta(0)]
+)
+def test_other_forms_are_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match="every is"):
+        Interval.of(every, "4h")
+
+
+def test_a_wrong_mtbf_is_refused() -> None:
+    with pytest.raises(ValueError, match="mtbf is 'often'"):
+        Interval.of("auto", "often")
+
+
+def test_due() -> None:
+    by_steps, by_time, never = (Interval.of(every, "4h") for every in (3, "10s", None))
+    assert [by_steps.is_due(steps, 1e9) for steps in (2, 3, 4)] == [False, True, True]
+    assert [by_time.is_due(10**9, seconds) for seconds in (9.9, 10.0)] == [False, True]
+    assert not never.is_due(10**9, 1e9)
+
+
+def lost_share(interval: float, cost: float, mtbf: float) -> float:
+    """Returns the expected time per second of work, with exponential failures and no restarts."""
+    return mtbf * math.expm1((interval + cost) / mtbf) / interval
+
+
+@pytest.mark.parametrize(("cost", "mtbf"), [(0.01, 3600.0), (1.0, 3600.0), (27.0, 7200.0), (60.0, 600.0)])
+def test_daly_is_within_a_thousandth_of_the_best_interval(cost: float, mtbf: float) -> None:
+    searched = [cost * 1.01**power for power in range(-200, 3000)]
+    best = min(lost_share(interval, cost, mtbf) for interval in searched if (interval + cost) / mtbf < 500)
+    assert lost_share(daly_interval(cost, mtbf), cost, mtbf) <= best * 1.001
+
+
+def test_daly_for_a_cost_beyond_its_range() -> None:
+    assert daly_interval(100.0, 50.0) == 50.0
+
+
+def test_auto_follows_the_measured_cost() -> None:
+    interval = Interval.of("auto", "2h")
+    interval.measured(stall=27.0, duration=27.0)
+    assert interval.seconds == pytest.approx(604, abs=5)  # 10.4 min by Young's formula alone is 623 s
+    interval.measured(stall=0.15, duration=0.2)
+    assert interval.seconds == pytest.approx(46, abs=1)
+    interval.measured(stall=0.15, duration=90.0)
+    assert interval.seconds == 90.0

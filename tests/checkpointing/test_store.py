@@ -353,10 +353,6 @@ def test_the_interpreter_completes_the_last_save(tmp_path: Path) -> None:
     assert latest.verify() == []
 
 
-class _NotJSON:
-    pass
-
-
 @pytest.mark.parametrize(
     ("step", "tensors", "state", "error", "message"),
     [
@@ -369,7 +365,7 @@ class _NotJSON:
         (1, {"x": torch.eye(2).to_sparse()}, None, ValueError, "torch.sparse_coo tensor"),
         (1, {}, {"a": (1, 2)}, TypeError, r"state\['a'\] is a tuple, expected"),
         (1, {}, {"a": [{2: 1}]}, TypeError, r"state\['a'\]\[0\] has the key 2 of type int, expected a str"),
-        (1, {}, [_NotJSON()], TypeError, r"state\[0\] is a _NotJSON, expected"),
+        (1, {}, [Path()], TypeError, r"state\[0\] is a PosixPath, expected"),
     ],
 )
 def test_bad_arguments_of_save(

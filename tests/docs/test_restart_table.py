@@ -15,7 +15,7 @@ TESTS = {
         "frameworks/test_lightning_callbacks: test_a_killed_training_with_callbacks_continues_with_the_same_bits"
     ),
     "children that NumPy's `Generator.spawn` makes after a restart": (
-        "test_values: test_a_generator_spawns_the_children_that_it_would_have_spawned"
+        "test_checkpointer: test_a_generator_spawns_the_children_that_it_would_have_spawned"
     ),
     "a sampler with its own generator, drawn at the begin or per batch": (
         "test_changed_data: test_samplers_that_draw_by_themselves"
@@ -69,7 +69,7 @@ TESTS = {
     "states of another kind of optimizer": "test_saved_optimizer: test_another_optimizer_is_named",
     "other names or shapes of parameters": "test_identity: test_another_model_raises_and_says_how_to_begin_anew",
     "a model that does not load what it saves, such as layers of bitsandbytes": (
-        "test_values: test_a_model_that_does_not_load_what_it_saves_is_refused_before_the_training"
+        "test_checkpointer: test_a_model_that_does_not_load_what_it_saves_is_refused_before_the_training"
     ),
     "nested tensors, and tensor subclasses that wrap other tensors": (
         "test_encoding: test_what_has_no_encoding_is_named"

@@ -66,26 +66,20 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ids=["lambda", "multi step", "one cycle", "cosine", "cyclic", "sequential", "chained"],
 )
 def test_schedulers(scheduler_of: Callable[[Any], Any], tmp_path: Path) -> None:
-    def rates(count: int, stop: int | None = None) -> list[float]:
+    def rates(folder: str, stop: int) -> list[float]:
         model, optimizer = small(lr=0.05)
         scheduler = scheduler_of(optimizer)
         found = []
-        with Checkpointer(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler, every=None) as ckpt:
-            for _ in range(ckpt.steps, stop or count):
+        options: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        with Checkpointer(tmp_path / folder, every=None, **options) as ckpt:
+            for _ in range(ckpt.steps, stop):
                 make_step(model, optimizer)
                 scheduler.step()
                 ckpt.step()
                 found.append(optimizer.param_groups[0]["lr"])
         return found
 
-    model, optimizer = small(lr=0.05)
-    scheduler = scheduler_of(optimizer)
-    expected = []
-    for _ in range(10):
-        make_step(model, optimizer)
-        scheduler.step()
-        expected.append(optimizer.param_groups[0]["lr"])
-    assert rates(10, stop=4) + rates(10) == expected
+    assert rates("run", 4) + rates("run", 10) == rates("whole", 10)
 
 
 def test_plateau_scheduler_has_infinities(tmp_path: Path) -> None:

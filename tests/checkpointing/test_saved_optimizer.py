@@ -71,32 +71,27 @@ def test_states_follow_names(tmp_path: Path, kind: Callable[..., torch.optim.Opt
 
 
 def test_nameless_states_follow_the_order_with_a_warning(tmp_path: Path) -> None:
-    for order in ("one group", "rotated"):
+    def made(order: str) -> tuple[Net, nn.Parameter, torch.optim.Optimizer, Checkpointer]:
         net, scale = Net(), nn.Parameter(torch.ones(()))
         optimizer = torch.optim.SGD(orders(net, scale)[order], lr=0.01, momentum=0.9)
-        ckpt = Checkpointer(tmp_path, model=net, optimizer=optimizer, every=None)
-        if order == "rotated":
-            with pytest.warns(UserWarning, match=r"optimizer\[0\] has 1 parameters that are not in the model"), ckpt:
-                assert optimizer.state[scale]["momentum_buffer"].shape == ()
-        else:
-            with ckpt:
-                steps(net, scale, optimizer, ckpt, 1)
+        return net, scale, optimizer, Checkpointer(tmp_path, model=net, optimizer=optimizer, every=None)
+
+    net, scale, optimizer, ckpt = made("one group")
+    with ckpt:
+        steps(net, scale, optimizer, ckpt, 1)
+    _, scale, optimizer, ckpt = made("rotated")
+    with pytest.warns(UserWarning, match=r"optimizer\[0\] has 1 parameters that are not in the model"), ckpt:
+        assert optimizer.state[scale]["momentum_buffer"].shape == ()
 
 
 def test_other_parameters_are_refused(tmp_path: Path) -> None:
     net = Net()
-    for layer in (net.first, net.second):
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9)
-        ckpt = Checkpointer(tmp_path, model=net, optimizer=optimizer, every=None)
-        if layer is net.first:
-            with ckpt:
-                steps(net, nn.Parameter(torch.ones(())), optimizer, ckpt, 1)
-        else:
-            with (
-                pytest.raises(ValueError, match=r"optimizer\[0\] has .* 'second.weight', expected 'first.weight'"),
-                ckpt,
-            ):
-                pytest.fail("the block has begun")
+    first, second = (torch.optim.SGD(one.parameters(), lr=0.01, momentum=0.9) for one in (net.first, net.second))
+    with Checkpointer(tmp_path, model=net, optimizer=first, every=None) as ckpt:
+        steps(net, nn.Parameter(torch.ones(())), first, ckpt, 1)
+    ckpt = Checkpointer(tmp_path, model=net, optimizer=second, every=None)
+    with pytest.raises(ValueError, match=r"optimizer\[0\] has .* 'second.weight', expected 'first.weight'"), ckpt:
+        pytest.fail("the block has begun")
 
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -110,6 +105,20 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def after_a_step_of(folder: Path, first: str, second: str) -> tuple[nn.Linear, torch.optim.Optimizer, Checkpointer]:
+    """Saves a step of one optimizer, and returns another one with the Checkpointer that is to restore it."""
+    for name in (first, second):
+        net = nn.Linear(300, 40)
+        optimizer = MAKERS[name](net.parameters())
+        ckpt = Checkpointer(folder, model=net, optimizer=optimizer, every=None)
+        if name == first:
+            with ckpt:
+                net(torch.ones(2, 300)).square().sum().backward()
+                optimizer.step()
+                ckpt.step()
+    return net, optimizer, ckpt
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -121,39 +130,18 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     ],
 )
 def test_another_optimizer_is_named(tmp_path: Path, first: str, second: str) -> None:
-    for name in (first, second):
-        net = nn.Linear(300, 40)
-        optimizer = MAKERS[name](net.parameters())
-        ckpt = Checkpointer(tmp_path, model=net, optimizer=optimizer, every=None)
-        if name == first:
-            with ckpt:
-                net(torch.ones(2, 300)).square().sum().backward()
-                optimizer.step()
-                ckpt.step()
-        else:
-            weight = net.weight.detach().clone()
-            message = rf"optimizer\[0\] is a {second}, and .* was made by {first.partition(' ')[0]}"
-            with pytest.raises(ValueError, match=message), ckpt:
-                pytest.fail("the block has begun")
-            torch.testing.assert_close(net.weight.detach(), weight, rtol=0, atol=0)
+    net, _, ckpt = after_a_step_of(tmp_path, first, second)
+    weight = net.weight.detach().clone()
+    message = rf"optimizer\[0\] is a {second}, and .* was made by {first.partition(' ')[0]}"
+    with pytest.raises(ValueError, match=message), ckpt:
+        pytest.fail("the block has begun")
+    torch.testing.assert_close(net.weight.detach(), weight, rtol=0, atol=0)
 
 
 def test_a_state_that_fits_continues_with_a_warning(tmp_path: Path) -> None:
-    for name in ("torch.Adam", "torch.AdamW"):
-        net = nn.Linear(3, 4)
-        optimizer = MAKERS[name](net.parameters())
-        ckpt = Checkpointer(tmp_path, model=net, optimizer=optimizer, every=None)
-        if name == "torch.Adam":
-            with ckpt:
-                net(torch.ones(2, 3)).sum().backward()
-                optimizer.step()
-                ckpt.step()
-        else:
-            with (
-                pytest.warns(UserWarning, match="is a torch.AdamW, and continues with the state that torch.Adam"),
-                ckpt,
-            ):
-                assert optimizer.state[net.weight]["step"] == 1
+    net, optimizer, ckpt = after_a_step_of(tmp_path, "torch.Adam", "torch.AdamW")
+    with pytest.warns(UserWarning, match="is a torch.AdamW, and continues with the state that torch.Adam"), ckpt:
+        assert optimizer.state[net.weight]["step"] == 1
 
 
 def test_compiled_submodules_have_the_names_of_plain_ones(tmp_path: Path) -> None:

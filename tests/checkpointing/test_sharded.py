@@ -89,12 +89,13 @@ def make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, OPTIMIZERS[kind](model.parameters())
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Takes the same rows on every rank, so that sizes of the world agree."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, by_rank: bool = False) -> list[float]:
+    """Takes the same rows on every rank, so that sizes of the world agree, or other ones."""
     dtype = next(model.parameters()).dtype
     losses = []
     for step in steps:
-        rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+        draw = torch.Generator().manual_seed(step + (1000 * dist.get_rank() if by_rank else 0))
+        rows = torch.randn(8, 6, generator=draw).to(dtype)
         loss = model(rows).square().mean()
         loss.backward()
         optimizer.step()
@@ -320,33 +321,21 @@ def test_what_cannot_be_saved_says_what_to_do(pools: dict[int, RankPool], tmp_pa
 def train_fsdp1(folder: Path, use_orig_params: bool) -> None:
     """docs/migration.md says so: torch's losses, and the same bits after a restart."""
 
-    def make(optimizer: type[torch.optim.Optimizer], seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-        model = FullyShardedDataParallel(net, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    def made(optimizer: type[torch.optim.Optimizer], seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+        device = torch.device("cpu")
+        model = FullyShardedDataParallel(net("", seed), use_orig_params=use_orig_params, device_id=device)
         return model, optimizer(model.parameters(), lr=1e-2)
 
-    def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-        found = []
-        for step in steps:
-            draw = torch.Generator().manual_seed(2 * step + dist.get_rank())
-            loss = model(torch.randn(4, 6, generator=draw)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
-    theirs = losses(*make(torch.optim.AdamW), range(6))
-    whole = losses(*make(drivetrain.optim.AdamW), range(6))
+    theirs = train(*made(torch.optim.AdamW), range(6), by_rank=True)
+    whole = train(*made(drivetrain.optim.AdamW), range(6), by_rank=True)
     assert whole == pytest.approx(theirs, rel=1e-5)
-    model, optimizer = make(drivetrain.optim.AdamW)
+    model, optimizer = made(drivetrain.optim.AdamW)
     with Checkpointer(folder, model=model, optimizer=optimizer, every=None, signals=()) as ckpt:
-        losses(model, optimizer, range(3))
+        train(model, optimizer, range(3), by_rank=True)
         ckpt.save()
-    model, optimizer = make(drivetrain.optim.AdamW, seed=1)
+    model, optimizer = made(drivetrain.optim.AdamW, seed=1)
     with Checkpointer(folder, model=model, optimizer=optimizer, every=None, signals=()):
-        assert losses(model, optimizer, range(3, 6)) == whole[3:]
+        assert train(model, optimizer, range(3, 6), by_rank=True) == whole[3:]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from checkpoint_crashes import damage, group_signals, harness, moves, resumes, signals, writes
+from checkpoint_crashes import damage, harness, moves, resumes, signals, writes
 from checkpoint_crashes.contents import Round, rounds_of
 
 RECORDED_RUNS = 10
@@ -77,7 +77,7 @@ def kinds(folder: Path, seeds: range) -> Iterator[tuple[str, Iterator[Round]]]:
     yield "damage of files and their copies", damage.damage_rounds(folder, seeds)
     some = seeds[: -(-len(seeds) // SIGNALS_PER_ROUND)]
     yield "SIGTERM", rounds_of(signals.signal_round, folder, some)
-    yield "signal to a job with workers", rounds_of(group_signals.group_round, folder, some)
+    yield "signal to a job with workers", rounds_of(signals.group_round, folder, some)
     yield "resume of a loop", rounds_of(resumes.resume_round, folder, some)
     yield "move to other numbers of ranks", rounds_of(moves.move_round, folder, some)
 

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint_crashes.group_signals import signaled
-from checkpoint_crashes.signals import Step, signal_round
+from checkpoint_crashes.signals import Step, signal_round, signaled
 from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.preemption import agreement
 from drivetrain.checkpointing.preemption import notices as cloud

@@ -18,11 +18,9 @@ TESTS = {
         "test_checkpointer: test_a_generator_spawns_the_children_that_it_would_have_spawned"
     ),
     "a sampler with its own generator, drawn at the begin or per batch": (
-        "test_changed_data: test_samplers_that_draw_by_themselves"
+        "test_loader: test_samplers_that_draw_by_themselves"
     ),
-    "a second pass over the loader within an epoch": (
-        "test_changed_data: test_iterations_without_a_step_are_no_epochs"
-    ),
+    "a second pass over the loader within an epoch": ("test_loader: test_iterations_without_a_step_are_no_epochs"),
     "two loaders in a `zip()`": "test_loader: test_loaders_that_are_iterated_together",
     "a signal to the whole job, with loader workers": (
         "test_preemption: test_a_signal_to_a_job_with_workers_saves_the_last_step"
@@ -38,7 +36,7 @@ TESTS = {
         "test_sharded: test_a_sharded_state_goes_to_other_numbers_of_ranks_and_back"
     ),
     "a plain loader with another dataset length at the end of an epoch": (
-        "test_changed_data: test_a_grown_dataset_begins_with_the_next_epoch"
+        "test_loader: test_a_grown_dataset_begins_with_the_next_epoch"
     ),
     "an empty directory of the same name, as on a new host, with a `Remote`": (
         "test_tiers: test_checkpoints_are_uploaded_and_continued_elsewhere"
@@ -51,20 +49,20 @@ TESTS = {
     ),
     "no intact checkpoint": "test_damage: test_the_only_checkpoint_is_damaged",
     "a plain loader with another batch size or dataset length, inside of an epoch": (
-        "test_changed_data: test_a_grown_dataset_or_another_batch_size_raises_within_an_epoch"
+        "test_loader: test_a_grown_dataset_or_another_batch_size_raises_within_an_epoch"
     ),
     "`ResumableSampler` with another dataset length": (
-        "test_changed_data: test_a_resumable_sampler_takes_another_batch_size_and_refuses_another_length"
+        "test_loader: test_a_resumable_sampler_takes_another_batch_size_and_refuses_another_length"
     ),
-    "`in_order=False` with workers": "test_changed_data: test_batches_in_any_order_are_refused",
+    "`in_order=False` with workers": "test_loader: test_batches_in_any_order_are_refused",
     "an iterator that was made before the block": (
-        "test_changed_data: test_an_iterator_of_before_the_block_raises_at_the_first_step"
+        "test_loader: test_an_iterator_of_before_the_block_raises_at_the_first_step"
     ),
     "`StatefulDataLoader` or an object with a state, on another number of ranks": (
-        "test_changed_data: test_another_number_of_ranks_raises_where_no_sampler_knows_it"
+        "test_loader: test_another_number_of_ranks_raises_where_no_sampler_knows_it"
     ),
     "`next(iter(loader))` after a restart at the last step of an epoch": (
-        "test_changed_data: test_a_batch_by_hand_after_the_last_step_of_an_epoch"
+        "test_loader: test_a_batch_by_hand_after_the_last_step_of_an_epoch"
     ),
     "states of another kind of optimizer": "test_saved_optimizer: test_another_optimizer_is_named",
     "other names or shapes of parameters": "test_identity: test_another_model_raises_and_says_how_to_begin_anew",
@@ -75,7 +73,7 @@ TESTS = {
         "test_encoding: test_what_has_no_encoding_is_named"
     ),
     "a user who may not write to the directory": (
-        "test_access: test_a_colleague_who_may_not_write_is_refused_before_the_training"
+        "test_directory: test_a_colleague_who_may_not_write_is_refused_before_the_training"
     ),
     "other values in `config`": "test_identity: test_other_settings_raise_and_say_how_to_go_on",
     "a directory whose checkpoints were all deleted": "test_identity: test_deleted_checkpoints_do_not_begin_anew",
@@ -87,11 +85,11 @@ TESTS = {
         "test_identity: test_what_the_documentation_says_is_not_seen"
     ),
     "a sampler that draws from the default generators with each batch, with workers": (
-        "test_changed_data: test_what_the_documentation_says_is_not_seen"
+        "test_loader: test_what_the_documentation_says_is_not_seen"
     ),
-    "changed contents of a dataset of equal length": "test_changed_data: test_what_the_documentation_says_is_not_seen",
+    "changed contents of a dataset of equal length": "test_loader: test_what_the_documentation_says_is_not_seen",
     "random numbers that the script draws at the begin of an epoch": (
-        "test_changed_data: test_what_the_documentation_says_is_not_seen"
+        "test_loader: test_what_the_documentation_says_is_not_seen"
     ),
 }
 

@@ -65,10 +65,7 @@ def problems_of(
             problems.append(f"{checkpoint} is listed and damaged: {faults}")
             continue
         for rank in range(world_size):
-            state = checkpoint.state(rank)
-            assert isinstance(state, dict)
-            count = state["count"]
-            assert isinstance(count, int)
+            count = checkpoint.state(rank)["count"]
             expected, found = tensors_of(count, rank), checkpoint.load(rank=rank)
             if found.keys() != expected.keys() or any(not torch.equal(found[k], expected[k]) for k in found):
                 problems.append(f"{checkpoint} of save {count} has other tensors than were saved")

@@ -56,16 +56,12 @@ class Server:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        assert self._process.stdin
-        assert self._process.stdout
         self._process.stdin.close()
         self._process.kill()
         self._process.wait(60)
         self._process.stdout.close()
 
     def run(self, plan: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin
-        assert self._process.stdout
         self._process.stdin.write((json.dumps(plan) + "\n").encode())
         line = b""
         while not line.endswith(b"\n"):
@@ -74,8 +70,7 @@ class Server:
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             assert piece, f"the server ended in the round {plan}"
             line += piece
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
 
 def kill_rounds(

@@ -44,8 +44,7 @@ def net(width: int = 24) -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    loss: Tensor = model(rows).square().mean()
-    return loss
+    return model(rows).square().mean()
 
 
 def shuffled(**options: Any) -> DataLoader[Tensor]:

@@ -60,7 +60,6 @@ class Run:
 
     def ends(self, model: nn.Module, loss: Tensor) -> bool:
         """Notes the loss and the weights of a step, and returns whether it is the last one."""
-        assert self._ckpt is not None
         step, bits = self._ckpt.steps, checksum_of(model.state_dict().values())
         with (self._folder / "log").open("a") as log:
             log.write(json.dumps({"step": step, "loss": loss.item().hex(), "bits": bits}) + "\n")
@@ -129,8 +128,7 @@ def trainer_round(name: str, folder: Path, seed: int) -> list[str]:
 
 
 def _loops() -> dict[str, Any]:
-    loops: dict[str, Any] = importlib.import_module("checkpoint_crashes.loops").LOOPS
-    return loops
+    return importlib.import_module("checkpoint_crashes.loops").LOOPS
 
 
 def _in_process(name: str, folder: Path, seed: int, death: int | None) -> int | None:

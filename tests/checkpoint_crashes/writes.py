@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from checkpoint_crashes.contents import Round
-from drivetrain.checkpointing import Checkpointer, Store
+from drivetrain.checkpointing import Checkpointer
 from drivetrain.checkpointing.state.training_state import state_dicts
 from drivetrain.optim import AdamW
 from resumed_training import checksum_of
@@ -44,11 +44,9 @@ def _training(folder: Path, seeds: range, kind: type[torch.optim.Optimizer]) -> 
             ckpt.step()
             time.sleep(rng.random() * _LONGEST_PAUSE_S)
             _write(model, optimizer, averaged, rng)
-            saver = ckpt._saver
-            assert saver is not None
+            saver = ckpt._open_saver()
             saver.wait()
-            store: Store = saver.store
-            checkpoint = store.latest()
+            checkpoint = saver.store.latest()
             problems = []
             if checkpoint is None or checkpoint.step != ckpt.steps:
                 problems.append(f"step {ckpt.steps} was not saved: {saver.error}")
@@ -90,7 +88,6 @@ def _hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 def _hash_of(checkpoint: object, model: nn.Module) -> int:
     saved = state_dicts(checkpoint)  # type: ignore[arg-type]
-    assert saved is not None
     return _checksum([{name: saved["model"][name] for name in model.state_dict()}, saved["optimizer"][0]["state"]])
 
 

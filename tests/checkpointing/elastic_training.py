@@ -41,7 +41,6 @@ def train(plan: dict[str, Any], name: int) -> list[float]:
     if plan["errs"]:
         check_compute(model, every=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": loader}
 
     def tell(**line: object) -> None:
         line |= {"restart": RESTART, "world_size": world_size, "rank": dist.get_rank()}
@@ -51,7 +50,8 @@ def train(plan: dict[str, Any], name: int) -> list[float]:
     def is_planned(what: str) -> bool:
         return RESTART == 0 and plan[what].get(str(name)) == ckpt.steps + 1
 
-    with Checkpointer(plan["directory"], every=plan["every"], timeout=60, **objects) as ckpt:
+    options = {"every": plan["every"], "timeout": 60}
+    with Checkpointer(plan["directory"], model=model, optimizer=optimizer, data=loader, **options) as ckpt:
         tell(begin=ckpt.steps, pid=os.getpid())
         for epoch in range(ckpt.epoch, EPOCHS):
             loader.sampler.set_epoch(epoch)

@@ -56,8 +56,7 @@ def train(folder: Path, stop: int, make: Callable[[], Any] = plain) -> list[tupl
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loader = make()
     found = []
-    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
-    with Checkpointer(folder, every=None, **objects) as ckpt:
+    with Checkpointer(folder, every=None, model=model, optimizer=optimizer, scheduler=scheduler, data=loader) as ckpt:
         for epoch in range(ckpt.epoch, EPOCHS):
             for batch in loader:
                 loss = model(batch).square().mean()

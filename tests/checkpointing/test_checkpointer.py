@@ -70,8 +70,8 @@ def test_schedulers(scheduler_of: Callable[[Any], Any], tmp_path: Path) -> None:
         model, optimizer = small(lr=0.05)
         scheduler = scheduler_of(optimizer)
         found = []
-        options: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        with Checkpointer(tmp_path / folder, every=None, **options) as ckpt:
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        with Checkpointer(tmp_path / folder, every=None, **objects) as ckpt:
             for _ in range(ckpt.steps, stop):
                 make_step(model, optimizer)
                 scheduler.step()
@@ -187,7 +187,6 @@ def test_tied_and_compiled_models(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, model=compiled, every=None) as ckpt:
         ckpt.step()
     latest = newest(tmp_path)
-    assert latest is not None
     assert [name for name in latest.names() if name.startswith("model/")] == ["model/first.weight"]
     expected = model.first.weight.detach().clone()
     other = Tied()

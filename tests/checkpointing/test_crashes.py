@@ -185,7 +185,6 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True, timeout=LIMIT_S)
         with Store(folder) as reader:  # resuming from a read-only directory works
             latest = reader.latest()
-            assert latest is not None
             assert latest.step == 3
             assert latest.load()["x"].numel() == 1 << 18
             with pytest.raises(CheckpointError, match=r"EROFS.*Remount"):

@@ -33,7 +33,6 @@ def _save_on_ranks(folder: str) -> list[Any]:
             assert checkpoint.verify() == []
         dist.barrier()  # rank 0 deletes old ones after the last result
         latest = store.latest()
-        assert latest is not None
         states = [latest.state(each) for each in range(world_size)]
         return [latest.step, latest.names(), states, latest.load(rank=rank)["shared"].tolist()]
 
@@ -69,7 +68,6 @@ def test_ranks_save_and_load(pool: RankPool, tmp_path: Path) -> None:
     with Store(tmp_path / "runs") as reader:
         assert [checkpoint.step for checkpoint in reader.checkpoints()] == [2, 3]
         latest = reader.latest()
-        assert latest is not None
         with pytest.raises(ValueError, match="'shared', which ranks 0 and 1 both stored"):
             latest.load()
         assert latest.load(["part.1"])["part.1"].tolist() == [3.0, 3.0]
@@ -133,7 +131,6 @@ def test_every_store_of_torch_coordinates(kind: str, opened: Opened, tmp_path: P
         for rank in ranks:
             rank.close()
         latest = ranks[0].latest()
-        assert latest is not None
         assert latest.state(1) == generation
         assert latest.load(["w0", "w1"])["w1"].tolist() == [2.0] * 5
 
@@ -162,9 +159,7 @@ def test_a_rank_that_stops_waiting_keeps_the_files_of_a_checkpoint(
     assert "the process of rank 2 has ended" in _outcome(saves[1])
     has_failed.set()
     assert _outcome(saves[0]) == "saved"
-    latest = ranks[0].latest()
-    assert latest is not None
-    assert latest.verify() == []
+    assert ranks[0].latest().verify() == []
 
 
 class _Mute:

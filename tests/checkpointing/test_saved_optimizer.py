@@ -162,8 +162,6 @@ def test_compiled_submodules_have_the_names_of_plain_ones(tmp_path: Path) -> Non
                 weights.append(net[1].weight.detach().clone())
                 ckpt.step()
         torch.testing.assert_close(*weights, rtol=0, atol=0)
-        assert ckpt.restored is not None
         assert not any("_orig_mod" in name for name in ckpt.restored.names())
         exported = state_dicts(ckpt.restored)
-        assert exported is not None
         made(False).load_state_dict(exported["model"])

@@ -209,9 +209,7 @@ def test_the_newest_is_the_last_saved_after_a_return_to_an_earlier_step(tmp_path
         for step in (10, 20, 30):
             store.save(step, {}, "first").result(LIMIT_S)
         store.save(15, {}, "second").result(LIMIT_S)
-        latest = store.latest()
-        assert latest is not None
-        assert latest.step == 15
+        assert store.latest().step == 15
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [30, 15]
 
 
@@ -231,9 +229,7 @@ def test_latest_passes_over_damaged_metadata_and_says_why(tmp_path: Path, caplog
     record = newer.path / part_name(0, 1, "json")
     record.write_bytes(record.read_bytes().replace(b'"state":null', b'"state":true'))
     with caplog.at_level(logging.WARNING, "drivetrain"):
-        latest = store.latest()
-    assert latest is not None
-    assert latest.path == older.path
+        assert store.latest().path == older.path
     assert record.name in caplog.text
     assert "CRC32C" in caplog.text
 
@@ -348,7 +344,6 @@ def test_the_interpreter_completes_the_last_save(tmp_path: Path) -> None:
     subprocess.run([warm_python(), "-c", program, str(tmp_path)], check=True, timeout=LIMIT_S)
     with Store(tmp_path) as store:
         latest = store.latest()
-    assert latest is not None
     assert latest.state(0) == "last"
     assert latest.verify() == []
 

@@ -29,6 +29,7 @@ from ranks import RankPool
 from warm_python import warm_python
 
 LIMIT_S = 60.0
+RUN = [Remote("flaky://run")]
 
 
 class FlakyFileSystem(MemoryFileSystem):
@@ -109,7 +110,6 @@ def test_checkpoints_are_uploaded_and_continued_elsewhere(tmp_path: Path, remote
     assert len(stored(remote)) <= 2
     again = trained(tmp_path / "b", 2, tiers=tiers)  # the first directory is gone
     assert again.steps == 7
-    assert again.restored is not None
     assert again.restored.path.parent == tmp_path / "b"
     assert "step-0000000007" in stored(remote)
     local = complete_checkpoints(tmp_path / "b")[-1]
@@ -134,7 +134,7 @@ def test_faults_are_found_and_repeated(tmp_path: Path, remote: type[FlakyFileSys
     ckpt = trained(tmp_path / "a", 3, tiers=[Remote("flaky://run", attempts=4)])
     assert ckpt.status()[0].newest == 3
     assert ckpt.status()[0].error is None
-    assert trained(tmp_path / "b", 1, tiers=[Remote("flaky://run")]).steps == 4
+    assert trained(tmp_path / "b", 1, tiers=RUN).steps == 4
 
 
 def test_an_outage_is_reported_and_the_training_goes_on(
@@ -170,7 +170,7 @@ def test_an_unreachable_remote_never_starts_again(tmp_path: Path, remote: type[F
 def test_what_is_uploaded_is_not_deleted(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
     remote.gate.clear()
     model = nn.Linear(1, 1)
-    with Checkpointer(tmp_path, model=model, tiers=[Remote("flaky://run")], every=1, keep=1) as ckpt:
+    with Checkpointer(tmp_path, model=model, tiers=RUN, every=1, keep=1) as ckpt:
         for step in range(1, 6):
             ckpt.step()
             ckpt._saver.wait()  # type: ignore[union-attr]
@@ -188,21 +188,19 @@ def test_what_is_uploaded_is_not_deleted(tmp_path: Path, remote: type[FlakyFileS
 
 
 def test_a_store_of_the_script_saves_after_the_block(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
-    tiers = [Remote("flaky://run")]
     with Store(tmp_path) as store:
-        with Checkpointer(store, model=nn.Linear(1, 1), every=None, tiers=tiers) as ckpt:
+        with Checkpointer(store, model=nn.Linear(1, 1), every=None, tiers=RUN) as ckpt:
             ckpt.step()
         assert store.save(2, {}, None).result(LIMIT_S).step == 2
     assert stored(remote) == {"step-0000000001"}
 
 
 def test_a_torn_upload_is_no_checkpoint(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
-    tiers: list[Remote] = [Remote("flaky://run")]
-    trained(tmp_path / "a", 2, tiers=tiers, every=None)
+    trained(tmp_path / "a", 2, tiers=RUN, every=None)
     for path in [path for path in remote.store if path.startswith("/run/step-0000000002/")]:
         remote.store[path.replace("0000000002", "0000000009")] = remote.store[path]
     del remote.store["/run/step-0000000009/manifest.json"]
-    assert trained(tmp_path / "b", 1, tiers=tiers, every=None).steps == 3
+    assert trained(tmp_path / "b", 1, tiers=RUN, every=None).steps == 3
     assert not any("0000000009" in path for path in remote.store)
 
 
@@ -243,7 +241,7 @@ def test_a_damaged_checkpoint_is_not_uploaded(
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.warns(UserWarning, match="continues with step 1, because newer .*step-0000000002"):
-        (status,) = trained(tmp_path, 0, tiers=[Remote("flaky://run")], every=None, extra=large).status()
+        (status,) = trained(tmp_path, 0, tiers=RUN, every=None, extra=large).status()
     assert status == ("flaky://run", 1, (), None, ())
     assert stored(remote) == {"step-0000000001"}
     assert "not every tier has the last step" not in caplog.text
@@ -260,9 +258,8 @@ def test_uploads_can_be_rarer(tmp_path: Path, remote: type[FlakyFileSystem]) -> 
 
 def test_encrypted_checkpoints_are_uploaded_as_they_are(tmp_path: Path, remote: type[FlakyFileSystem]) -> None:
     keys = Encryption(key=lambda key_id: ("k", bytes(32)))
-    tiers: list[Remote] = [Remote("flaky://run")]
-    trained(tmp_path / "a", 2, tiers=tiers, encryption=keys)
-    assert trained(tmp_path / "b", 1, tiers=tiers, encryption=keys).steps == 3
+    trained(tmp_path / "a", 2, tiers=RUN, encryption=keys)
+    assert trained(tmp_path / "b", 1, tiers=RUN, encryption=keys).steps == 3
     assert Checkpoint(tmp_path / "b" / "step-0000000003").key_id == "k"
 
 
@@ -279,7 +276,7 @@ def test_file_systems_of_fsspec(tmp_path: Path, scheme: str) -> None:
 
 
 def test_ls_shows_tiers(tmp_path: Path, remote: type[FlakyFileSystem], capsys: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, 2, tiers=[Remote("flaky://run")])
+    trained(tmp_path, 2, tiers=RUN)
     assert main(["ckpt", "ls", str(tmp_path)]) == 0
     assert "flaky://run: step 2 is complete" in capsys.readouterr().out
     remote.fails = set(range(1000))
@@ -410,7 +407,7 @@ def test_ranks_share_tiers(tmp_path: Path) -> None:
 def test_an_upload_that_ends_after_the_run_does_not_erase_the_status(
     tmp_path: Path, remote: type[FlakyFileSystem]
 ) -> None:
-    ckpt = trained(tmp_path, 2, tiers=[Remote("flaky://run")])
+    ckpt = trained(tmp_path, 2, tiers=RUN)
     before = (tmp_path / "tiers.json").read_text()
     assert "flaky://run" in before
     ckpt._tiers._write_status()  # as the uploader's thread calls it

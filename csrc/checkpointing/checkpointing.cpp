@@ -145,7 +145,7 @@ bool exchange_paths(const std::string& first, const std::string& second) {
 }  // namespace
 
 void register_checkpointing(py::module_& m) {
-  py::register_exception_translator(&translate);
+  py::register_local_exception_translator(&translate);
   m.def(
       "crc32c",
       [](const py::bytes& data, uint32_t checksum) {

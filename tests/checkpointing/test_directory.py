@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from drivetrain.checkpointing import Checkpointer, CheckpointError, Remote, Store
-from drivetrain.checkpointing.store.directory import AuditLog, Lock
+from drivetrain.checkpointing.store.audit import AuditLog
+from drivetrain.checkpointing.store.directory import Lock
 from drivetrain.cli import main
 from resumed_training import trained
 from warm_python import warm_context, warm_python

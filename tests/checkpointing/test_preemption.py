@@ -5,6 +5,7 @@ All Checkpointers of a process leave after one pass of the loop, and stderr says
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -26,8 +27,7 @@ from torch import nn
 
 from checkpoint_crashes.signals import Step, signal_round, signaled
 from drivetrain.checkpointing import Checkpointer
-from drivetrain.checkpointing.preemption import agreement
-from drivetrain.checkpointing.preemption import notices as cloud
+from drivetrain.checkpointing.preemption import agreement, cloud
 from drivetrain.checkpointing.preemption.agreement import Ranks, named_wait
 from drivetrain.checkpointing.preemption.interval import Interval, daly_interval
 from drivetrain.checkpointing.preemption.notices import Notices
@@ -86,23 +86,29 @@ def test_a_signal_to_a_job_with_workers_saves_the_last_step(
 # ---- In this process.
 
 
+@contextlib.contextmanager
+def opened(*signals: int) -> Iterator[Notices]:
+    notices = Notices(signals, None, None)
+    notices.open()
+    try:
+        yield notices
+    finally:
+        notices.close()
+
+
 def test_a_forked_process_has_the_handlers_of_before() -> None:
     """A script that ends its own process with terminate() and joins it must not wait forever."""
     before = signal.getsignal(signal.SIGTERM)
-    outer, inner = (Notices([signal.SIGTERM], None, None) for _ in range(2))
-    outer.open()
-    inner.open()
-    context = multiprocessing.get_context("fork")
-    found = context.Queue()
-    process = context.Process(target=lambda: (found.put(signal.getsignal(signal.SIGTERM)), time.sleep(WAIT_S)))
-    process.start()
-    assert found.get(timeout=WAIT_S) == before == signal.SIG_DFL
-    process.terminate()
-    process.join(WAIT_S / 2)
-    assert process.exitcode == -signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == inner._on_signal
-    inner.close()
-    outer.close()
+    with opened(signal.SIGTERM), opened(signal.SIGTERM) as inner:
+        context = multiprocessing.get_context("fork")
+        found = context.Queue()
+        process = context.Process(target=lambda: (found.put(signal.getsignal(signal.SIGTERM)), time.sleep(WAIT_S)))
+        process.start()
+        assert found.get(timeout=WAIT_S) == before == signal.SIG_DFL
+        process.terminate()
+        process.join(WAIT_S / 2)
+        assert process.exitcode == -signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) == inner._on_signal
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -125,9 +131,7 @@ def begun() -> tuple[Any, Any]:
 
 
 def test_workers_ignore_a_notice_and_end_when_the_loader_ends_them() -> None:
-    notices = Notices([signal.SIGTERM, signal.SIGUSR1], None, None)
-    notices.open()
-    try:
+    with opened(signal.SIGTERM, signal.SIGUSR1):
         batches, worker = begun()
         next(batches)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
@@ -136,15 +140,11 @@ def test_workers_ignore_a_notice_and_end_when_the_loader_ends_them() -> None:
         assert worker.is_alive()
         worker.terminate()
         assert worker.exitcode is not None
-    finally:
-        notices.close()
     del batches
 
 
 def test_without_a_notice_a_lost_worker_is_an_error() -> None:
-    notices = Notices([signal.SIGUSR1], None, None)
-    notices.open()
-    try:
+    with opened(signal.SIGUSR1):
         batches, worker = begun()
 
         def lose_worker() -> None:
@@ -154,8 +154,6 @@ def test_without_a_notice_a_lost_worker_is_an_error() -> None:
 
         with pytest.raises(RuntimeError, match="DataLoader worker"):
             lose_worker()
-    finally:
-        notices.close()
 
 
 def make(folder: Path, **options: Any) -> tuple[torch.nn.Linear, torch.optim.Optimizer, Checkpointer]:
@@ -256,27 +254,23 @@ def test_ranks_that_cannot_connect_get_their_handlers_back(tmp_path: Path, monke
 def test_original_handlers_come_back_and_the_second_signal_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
-    monkeypatch.setattr("drivetrain.checkpointing.preemption.notices._SAME_NOTICE_SECONDS", 3600.0)
-    notices = Notices([signal.SIGUSR1], None, None)
-    notices.open()
-    for _ in range(2):  # A launcher and a scheduler deliver one notice.
+    monkeypatch.setattr(cloud, "_SAME_NOTICE_SECONDS", 3600.0)
+    with opened(signal.SIGUSR1) as notices:
+        for _ in range(2):  # A launcher and a scheduler deliver one notice.
+            signal.raise_signal(signal.SIGUSR1)
+        assert (notices.check(), seen) == ("SIGUSR1", [])
+        monkeypatch.setattr(cloud, "_SAME_NOTICE_SECONDS", 0.0)
         signal.raise_signal(signal.SIGUSR1)
-    assert (notices.check(), seen) == ("SIGUSR1", [])
-    monkeypatch.setattr("drivetrain.checkpointing.preemption.notices._SAME_NOTICE_SECONDS", 0.0)
-    signal.raise_signal(signal.SIGUSR1)
-    assert seen == [signal.SIGUSR1]
-    notices.close()
+        assert seen == [signal.SIGUSR1]
     signal.raise_signal(signal.SIGUSR1)
     assert seen == [signal.SIGUSR1] * 2
     signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_handler_that_the_script_sets_later_stays() -> None:
-    notices = Notices([signal.SIGUSR2], None, None)
     before = signal.getsignal(signal.SIGUSR2)
-    notices.open()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    notices.close()
+    with opened(signal.SIGUSR2):
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
     signal.signal(signal.SIGUSR2, before)
 

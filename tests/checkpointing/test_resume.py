@@ -12,7 +12,7 @@ from resumed_training import SAMPLES, Case, Death, assert_same_bits, run, steps_
 
 FURTHER = rounds(40, whole=200)  # steps after the last resume: two epochs and more
 
-ONE_RANK = [
+CASES = [
     Case("ours"),
     Case("8-bit", optimizer="ours 8-bit", bfloat16=True),
     Case("torch", optimizer="torch", sampler="random"),
@@ -24,9 +24,7 @@ ONE_RANK = [
     Case("persistent workers", workers=2, persistent=True, sampler="random"),
     Case("stateful", sampler="stateful"),
     Case("stateful workers", sampler="stateful", workers=2),
-]
-TWO_RANKS = [
-    Case("ours", wrapper="ours"),
+    Case("two ranks", wrapper="ours"),
     Case("ours, window", wrapper="ours", window=3, optimizer="ours 8-bit", bfloat16=True),
     Case("torch, own accumulation", wrapper="torch", no_sync=3, optimizer="torch", sampler="distributed"),
     Case("torch, workers", wrapper="torch", optimizer="torch sgd", workers=1),
@@ -40,28 +38,18 @@ def deaths(seed: str) -> list[Death]:
     return [Death(step, rng.choice(["forward", "backward", "step"])) for step in (first, first + rng.randrange(2, 40))]
 
 
-@pytest.mark.parametrize("case", ONE_RANK, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_killed_run_continues_with_the_same_bits(case: Case, tmp_path: Path) -> None:
+    """One with a wrapper has two ranks."""
+    world_size = 2 if case.wrapper else 1
     first, second = deaths(case.name)
     total = second.step + FURTHER
-    run(case, tmp_path / "killed", total, death=first)
-    run(case, tmp_path / "killed", total, death=second)
-    run(case, tmp_path / "killed", total)
-    run(case, tmp_path / "reference", total, every=None)
-    assert_same_bits(tmp_path / "killed", tmp_path / "reference", total)
+    for death in (first, second, None):
+        run(case, tmp_path / "killed", total, world_size, death)
+    run(case, tmp_path / "reference", total, world_size, every=None)
+    assert_same_bits(tmp_path / "killed", tmp_path / "reference", total, world_size)
     resumed = len(steps_of(tmp_path / "killed")) < 2 * total
     assert resumed, "the runs began again instead of resuming"
-
-
-@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)
-def test_killed_ranks_continue_with_the_same_bits(case: Case, tmp_path: Path) -> None:
-    first, second = deaths(case.name)
-    total = second.step + FURTHER
-    run(case, tmp_path / "killed", total, world_size=2, death=first)
-    run(case, tmp_path / "killed", total, world_size=2, death=second)
-    run(case, tmp_path / "killed", total, world_size=2)
-    run(case, tmp_path / "reference", total, world_size=2, every=None)
-    assert_same_bits(tmp_path / "killed", tmp_path / "reference", total, world_size=2)
 
 
 def test_a_finished_run_does_no_step_again(tmp_path: Path) -> None:

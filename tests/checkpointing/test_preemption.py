@@ -254,12 +254,12 @@ def test_ranks_that_cannot_connect_get_their_handlers_back(tmp_path: Path, monke
 def test_original_handlers_come_back_and_the_second_signal_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
-    monkeypatch.setattr(cloud, "_SAME_NOTICE_SECONDS", 3600.0)
+    monkeypatch.setattr("drivetrain.checkpointing.preemption.notices._SAME_NOTICE_SECONDS", 3600.0)
     with opened(signal.SIGUSR1) as notices:
         for _ in range(2):  # A launcher and a scheduler deliver one notice.
             signal.raise_signal(signal.SIGUSR1)
         assert (notices.check(), seen) == ("SIGUSR1", [])
-        monkeypatch.setattr(cloud, "_SAME_NOTICE_SECONDS", 0.0)
+        monkeypatch.setattr("drivetrain.checkpointing.preemption.notices._SAME_NOTICE_SECONDS", 0.0)
         signal.raise_signal(signal.SIGUSR1)
         assert seen == [signal.SIGUSR1]
     signal.raise_signal(signal.SIGUSR1)

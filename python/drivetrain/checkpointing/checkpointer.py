@@ -25,7 +25,7 @@ from .preemption.notices import Notices, Preempted, say_how_to_continue
 from .restore import describe_run, differing_config, load_newest, of_another_run, warn_of_differences
 from .saver import Saver
 from .state.data_position import position_of
-from .state.position import Stateful
+from .state.position import Position, Stateful
 from .state.training_state import FORMAT, TrainingState
 from .store.audit import AUDIT
 from .store.encryption import Encryption
@@ -108,7 +108,6 @@ class Checkpointer:
 
     Attributes:
         restored: The checkpoint that the block began with, or None.
-        position: The position in `data`, for callbacks of frameworks.
     """
 
     def __init__(
@@ -150,13 +149,13 @@ class Checkpointer:
         self._notices = Notices(signals, preemption_file, cloud)
         self._ranks = Ranks(timeout)
         self._tiers = Tiers(tiers, self._ranks)
-        self.position = position_of(data)
+        self._position = position_of(data)
         self._state = TrainingState(
             model=model,
             optimizers=_as_list(optimizer),
             schedulers=_as_list(scheduler),
             scaler=scaler,
-            position=self.position,
+            position=self._position,
             window=window,
             generators=generators,
             extra=extra or {},
@@ -193,7 +192,12 @@ class Checkpointer:
     @property
     def epoch(self) -> int:
         """The number of the epoch of `data` in progress, from 0: loop over `range(ckpt.epoch, epochs)`."""
-        return self.position.epoch
+        return self._position.epoch
+
+    @property
+    def position(self) -> Position:
+        """The position in `data`, for callbacks of frameworks."""
+        return self._position
 
     @property
     def elapsed(self) -> float:
@@ -272,7 +276,7 @@ class Checkpointer:
     def _step(self) -> None:
         saver = self._open_saver()
         agreed = self._ranks.result() if self._ranks.world_size > 1 else None
-        self.position.stepped()
+        self._position.stepped()
         self._has_left = False
         self._steps += 1
         saver.poll()
@@ -413,7 +417,7 @@ class Checkpointer:
             warn_of_differences(
                 checkpoint,
                 self._ranks.world_size,
-                self.position.resumes_on(self._ranks.world_size),
+                self._position.resumes_on(self._ranks.world_size),
                 any(state["gradients"]),
                 differing,
                 self._state.keeps_bits,

@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "base/host_pages.h"
 #include "base/page_lock.h"
+#include "base/without_gil.h"
 #include "base/write_cuda.h"
 
 namespace drivetrain::saved_tensors {
@@ -68,7 +69,9 @@ std::shared_ptr<HostPool> HostPool::make(int64_t max_bytes, int64_t slab_bytes) 
 }
 
 HostPool::~HostPool() {
-  for (const Slab& slab : slabs_) slab.wait();
+  without_gil([this] {
+    for (const Slab& slab : slabs_) slab.wait();
+  });
 }
 
 // Waits for copies of devices. Otherwise they would use memory that the system has back.

@@ -12,6 +12,7 @@ import queue
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import drivetrain
+from drivetrain import _C
 
 WORLD_SIZE = 2
 TIMEOUT_S = 20  # timeout of the process group
@@ -286,6 +288,27 @@ def tensor_freed_by_a_thread() -> None:
     thread.join()
 
 
+@case
+def pool_freed_by_a_thread() -> None:
+    """A thread frees a pool, which waits for the device, while work runs that needs Python's lock."""
+    pools, runs = [_C.OffloadPool(1 << 20, 1 << 10)], threading.Event()
+    pools[0].begin(torch.ones(3, device="late"))  # a use that the pool waits for
+
+    def free() -> None:
+        runs.wait()
+        pools.clear()
+
+    def work() -> None:
+        runs.set()
+        time.sleep(0.1)
+
+    late.enqueue(work)
+    thread = threading.Thread(target=free)
+    thread.start()
+    late.run(rank())
+    thread.join()
+
+
 # ---- Steps on the CPU.
 
 
@@ -407,7 +430,7 @@ def load(folder: str) -> None:
     dist.Backend.register_backend("late", make_backend, devices=["late"])
 
 
-def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> None:
+def serve(folder: str, rank: int, work: str, names: list[str], answers: Any, connected: Any) -> None:
     load(folder)
     for name in names:
         dist.init_process_group(
@@ -417,6 +440,7 @@ def serve(folder: str, rank: int, work: str, names: list[str], answers: Any) -> 
             world_size=WORLD_SIZE,
             timeout=timedelta(seconds=TIMEOUT_S),
         )
+        connected.wait(TIMEOUT_S)  # a rank that leaves while another still connects fails it
         try:
             cases[name]()
             late.run(rank)
@@ -438,8 +462,9 @@ def run_ranks(folder: str, names: list[str]) -> list[str]:
     context = multiprocessing.get_context("fork")  # this process has no thread yet, and has imported torch
     left, heard = list(names), 0
     with tempfile.TemporaryDirectory() as work:
-        answers = context.Queue()
-        ranks = [context.Process(target=serve, args=(folder, r, work, names, answers)) for r in range(WORLD_SIZE)]
+        answers, connected = context.Queue(), context.Barrier(WORLD_SIZE)
+        shared = names, answers, connected
+        ranks = [context.Process(target=serve, args=(folder, r, work, *shared)) for r in range(WORLD_SIZE)]
         for process in ranks:
             process.start()
         wrong = ""
@@ -448,7 +473,7 @@ def run_ranks(folder: str, names: list[str]) -> list[str]:
                 _, wrong = answers.get(timeout=CASE_S)
                 heard += 1
             except queue.Empty:
-                wrong = f"some rank has not ended within {CASE_S} s"
+                wrong = f"some rank has not ended within {CASE_S} s: exit codes {[one.exitcode for one in ranks]}"
             if wrong or heard == WORLD_SIZE:
                 print(f"BAD {left[0]}: {wrong}" if wrong else f"OK {left[0]}", flush=True)
                 del left[0]

@@ -3,7 +3,6 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <chrono>
@@ -19,6 +18,7 @@
 #include "base/check.h"
 #include "base/current_stream.h"
 #include "base/torch_text.h"
+#include "base/without_gil.h"
 #include "ddp/transport/nccl/nccl_communicator.h"
 #include "ddp/transport/profiler_record.h"
 #include "ddp/transport/rank_ranges.h"
@@ -111,17 +111,6 @@ std::string failure_of_any_rank(c10d::ProcessGroup& group, const std::string& gr
     throw EnvironmentError(text(ranks.name(group.getRank()), " did not learn from the process group's store within ",
                                 timeout.count() / 1000.,
                                 " s whether every rank has memory for its gradients: ", error.what()));
-  }
-}
-
-// Calls a function that waits for a device or for other threads, which may wait for the GIL to free a tensor.
-template <class Body>
-void without_gil(Body&& body) {
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    const pybind11::gil_scoped_release no_gil;
-    body();
-  } else {
-    body();
   }
 }
 

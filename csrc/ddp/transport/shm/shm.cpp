@@ -2,7 +2,6 @@
 // the exchange.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <chrono>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/without_gil.h"
 #include "ddp/transport/processes.h"
 #include "ddp/transport/profiler_record.h"
 #include "ddp/transport/rank_ranges.h"
@@ -91,16 +91,10 @@ class ShmComm final : public Comm {
     exchange_.emplace(shared_state_->base[0], std::move(exchange));
   }
 
-  // Releases the GIL, as the groups' last owner joins threads that may wait for the GIL to free a tensor.
   ~ShmComm() override {
     exchange_.reset();
     unmap_others();
-    if (Py_IsInitialized() && PyGILState_Check()) {
-      const pybind11::gil_scoped_release no_gil;
-      release_groups();
-    } else {
-      release_groups();
-    }
+    without_gil([this] { release_groups(); });  // the groups' last owner joins threads
   }
 
   int size() const override { return torch_->size(); }

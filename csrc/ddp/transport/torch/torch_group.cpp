@@ -3,7 +3,6 @@
 
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <chrono>
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/without_gil.h"
 #include "ddp/transport/torch/scatter.h"
 
 namespace drivetrain::ddp {
@@ -160,12 +160,8 @@ TorchComm::TorchComm(c10::intrusive_ptr<c10d::ProcessGroup> group, std::string b
       std::make_unique<TreeSum>(rank(), size(), [this](const auto&... given) { return start_all_to_all(given...); });
 }
 
-// Releases the GIL, as the group's last owner joins its threads, which may wait for the GIL to free a tensor.
 TorchComm::~TorchComm() {
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    const pybind11::gil_scoped_release no_gil;
-    group_.reset();
-  }
+  without_gil([this] { group_.reset(); });  // the group's last owner joins its threads
 }
 
 at::Tensor TorchComm::allocate(int64_t bytes, c10::Device device) {

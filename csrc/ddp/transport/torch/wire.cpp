@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/without_gil.h"
 #include "ddp/transport/torch/scatter.h"
 #include "ddp/transport/torch/torch_group.h"
 #include "ddp/transport/torch/wire_format.h"
@@ -237,7 +238,9 @@ class WireComm final : public Comm {
     DT_INVARIANT(group_.size() == returning_.size() && group_.rank() == returning_.rank());
   }
 
-  ~WireComm() override { chain_->close(); }
+  ~WireComm() override {
+    without_gil([this] { chain_->close(); });  // a sum may be in progress, or a check that waits for other ranks
+  }
 
   int size() const override { return group_.size(); }
   int rank() const override { return group_.rank(); }

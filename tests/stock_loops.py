@@ -72,7 +72,7 @@ def both(ours: Loop, theirs: Loop, act: Callable[[Loop], Any]) -> Any:
     for loop in (ours, theirs):
         try:
             results.append(act(loop))
-        except (RuntimeError, ValueError, AssertionError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             results.append(f"{type(error)}: {error}")
     if any(isinstance(result, str) or result is None for result in results):
         assert results[0] == results[1]

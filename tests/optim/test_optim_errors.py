@@ -151,6 +151,14 @@ def test_written_into_a_group(name: str, hyper: str, value: Any, expected: str) 
 
 
 @classes
+def test_text_in_the_constructor(name: str) -> None:
+    """YAML reads 1e-3 as text."""
+    cls, _ = CLASSES[name]
+    with pytest.raises(TypeError, match=r"^lr is '1e-3', expected a number$"):
+        cls([torch.zeros(3).requires_grad_()], lr="1e-3")
+
+
+@classes
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_a_bad_lr_in_a_tensor(name: str, value: float) -> None:
     cls, _ = CLASSES[name]
@@ -166,10 +174,11 @@ def test_a_bad_lr_in_a_tensor(name: str, value: float) -> None:
     [
         ("eps", "small", TypeError, r"param_groups\[1\]: eps is 'small', expected a number"),
         ("weight_decay", None, TypeError, r"param_groups\[1\]: weight_decay is None, expected a number"),
-        ("lr", "fast", ValueError, r"param_groups\[1\]: could not convert string to float: 'fast'"),
+        ("lr", "0.1", TypeError, r"param_groups\[1\]: lr is '0.1', expected a number"),
+        ("lr", None, TypeError, r"param_groups\[1\]: lr is None, expected a number"),
         ("lr", torch.tensor([0.1, 0.2]), ValueError, r"param_groups\[1\]: lr is a tensor of 2 elements, expected one"),
         ("betas", (0.9,), ValueError, r"param_groups\[1\]: betas is \(0.9,\), expected 2 numbers"),
-        ("betas", (0.9, "x"), ValueError, r"param_groups\[1\]: betas is \(0.9, 'x'\), expected 2 numbers"),
+        ("betas", (0.9, "0.9"), ValueError, r"param_groups\[1\]: betas is \(0.9, '0.9'\), expected 2 numbers"),
         ("betas", None, ValueError, r"param_groups\[1\]: betas is None, expected 2 numbers"),
         ("state_bits", 12, ValueError, r"param_groups\[1\]: state_bits is 12, expected one of"),
     ],

@@ -74,7 +74,10 @@ _DTYPES = """
     Takes float32, float64, bfloat16, float16 and complex parameters on the CPU and on CUDA devices. The arithmetic is
     float32, or float64 for float64 parameters. 16-bit parameters may have float32 gradients (`grad_dtype`).
 """
-_RAISES = "\n    Raises:\n        ValueError: A hyper-parameter is out of range, as under torch."
+_RAISES = (
+    "\n    Raises:\n        TypeError: A hyper-parameter is text, as YAML reads 1e-3."
+    "\n        ValueError: A hyper-parameter is out of range, as under torch."
+)
 _RAISES_TOO = "\n        NotImplementedError: `differentiable` is True."
 
 
@@ -129,6 +132,10 @@ def _passing_on(declared: Callable[..., None], signature: inspect.Signature, rul
         hypers = dict(bound.arguments)
         del hypers["self"]
         params = hypers.pop("params")
+        for name, value in hypers.items():
+            # As YAML reads 1e-3. torch's comparison would not name the argument.
+            if isinstance(value, str) and isinstance(signature.parameters[name].default, int | float):
+                raise TypeError(f"{name} is {value!r}, expected a number")
         # Past the constructor of a base with a rule of its own, as Adam's below AdamW.
         if torchs_base(type(self)) is not torch.optim.Optimizer:
             FusedOptimizer.__init__(self, params, **hypers)

@@ -135,7 +135,7 @@ def learning_rate(group: Group) -> float | Tensor:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr is a tensor of {lr.numel()} elements, expected one")
-    return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
+    return lr.detach() if isinstance(lr, Tensor) and lr.is_cuda else _float("lr", lr)
 
 
 def hypers(group: Group, *entries: str | tuple[str, ...]) -> Numbers:
@@ -155,10 +155,16 @@ def hypers(group: Group, *entries: str | tuple[str, ...]) -> Numbers:
     return numbers
 
 
+def _float(name: str, value: Any) -> float:
+    if not hasattr(value, "__float__"):  # float() itself would read a number from text, which torch refuses
+        raise TypeError(f"{name} is {value!r}, expected a number")
+    return float(value)
+
+
 def _floats(group: Group, name: str, count: int) -> tuple[float, ...]:
     given = group[name]
     try:
-        values = tuple(map(float, given))
+        values = tuple(_float(name, value) for value in given)
     except (TypeError, ValueError):
         values = ()
     if len(values) != count:

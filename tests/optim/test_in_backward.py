@@ -430,6 +430,10 @@ def on_ranks_as_after(options: dict[str, Any], branches: bool) -> None:
     with handles[0].no_step():
         loss_of(models[0], batches[0]).backward()
     assert any(param.grad is not None for param in models[0].parameters())
+    # Only a forward pass inside of it keeps a backward pass from reducing.
+    loss = loss_of(models[0], batches[0])
+    with handles[0].no_step(), pytest.raises(RuntimeError, match=r"ran inside of no_step\(\), but its forward"):
+        loss.backward()
     for handle in handles:
         handle.remove()
     loss_of(models[0], batches[0]).backward()

@@ -143,7 +143,8 @@ class StepInBackward:
     def no_step(self) -> Iterator[None]:
         """Makes backward accumulate into `.grad` without a step, for all micro-batches but the last.
 
-        Under DistributedDataParallel it also enters no_sync().
+        Under DistributedDataParallel it also enters no_sync(), so the forward pass must be inside as well. Otherwise
+        backward raises RuntimeError.
         """
         before = self._is_off
         with ExitStack() as stack:
@@ -188,6 +189,11 @@ class StepInBackward:
             self._flush()
 
     def _on_reduced(self, params: Sequence[Tensor], is_last: bool) -> None:
+        if self._is_off:  # Other buckets reuse the memory of these gradients, which thus cannot stay.
+            raise RuntimeError(
+                "backward ran inside of no_step(), but its forward pass did not: DistributedDataParallel decides in "
+                "the forward pass whether backward reduces. Run both inside of no_step()."
+            )
         mine = [param for param in params if param in self._names and param.grad is not None]
         for param in mine:
             self._check_reducers(param)

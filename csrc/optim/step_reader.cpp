@@ -19,6 +19,8 @@ namespace py = pybind11;
 namespace drivetrain::optim {
 namespace {
 
+constexpr const char* kPlaces = "_drivetrain_places";  // as python/drivetrain/optim/rule.py calls it
+
 // Reads a group's hyper-parameters from the dict of the Python class. A learning rate on a device stays there; reading
 // another number there waits for the device. `index` is the group's.
 GroupNumbers numbers_of(py::handle hypers, size_t index) {
@@ -140,9 +142,14 @@ void StepReader::find_entries() {
   for (size_t i = 0; i < groups_.size(); ++i) {
     PyObject* params = PyDict_GetItemString(groups_[i].dict.ptr(), "params");
     DT_INVARIANT(params != nullptr && PyList_Check(params));
+    PyObject* places = PyDict_GetItemString(groups_[i].dict.ptr(), kPlaces);
+    DT_INVARIANT(places == nullptr || PyList_GET_SIZE(places) == PyList_GET_SIZE(params));
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(params); ++k) {
       PyObject* param = PyList_GET_ITEM(params, k);
-      entries_.push_back({param, find_state(param), static_cast<uint32_t>(i), static_cast<uint32_t>(k)});
+      const auto index = static_cast<uint32_t>(k);
+      const auto place =
+          places == nullptr ? index : static_cast<uint32_t>(PyLong_AsUnsignedLong(PyList_GET_ITEM(places, k)));
+      entries_.push_back({param, find_state(param), static_cast<uint32_t>(i), index, place});
     }
   }
 }
@@ -236,7 +243,7 @@ void StepReader::add_job(const Entry& entry, const Reading& reading) {
   }
   job.begin = batch.total;
   const bool is_random = group.precision.rounding == Rounding::kStochastic;
-  const uint64_t seed = is_random ? mixed(static_cast<uint64_t>(group.index) << 32 | entry.index) : 0;
+  const uint64_t seed = is_random ? mixed(static_cast<uint64_t>(group.index) << 32 | entry.place) : 0;
   if (batch.device.is_cuda()) {
     job.rule = start_index(batch, entry, reading, seed);
   } else {
@@ -354,7 +361,7 @@ std::string StepReader::label(const Entry& entry) const {
       py::module_::import("drivetrain.ddp.parameter_names").attr("name_of")(py::handle(entry.param));
   if (!name.is_none()) return text("parameter '", py::str(name).cast<std::string>(), "'");
   const at::Tensor& param = THPVariable_Unpack(entry.param);
-  return text("parameter ", entry.index, " of param_groups[", group.index, "] (shape ", param.sizes(), ")");
+  return text("parameter ", entry.place, " of param_groups[", group.index, "] (shape ", param.sizes(), ")");
 }
 
 }  // namespace drivetrain::optim

@@ -101,6 +101,7 @@ class StepReader {
     PyObject* state;  // the parameter's entry in the optimizer's state, or null
     uint32_t group;
     uint32_t index;  // index in its group
+    uint32_t place;  // index in the optimizer's group, of which this may be a part
   };
 
   // The entries of a parameter's state that its rule needs. Borrowed.

@@ -319,7 +319,7 @@ def orders() -> None:
 @case
 def missing_gradients() -> None:
     """Parameters that a pass does not use, frozen ones, and one that is frozen later."""
-    for each in sides(max_grad_norm=0.01):
+    for each in itertools.chain(sides(max_grad_norm=0.01), sides(dtype=torch.bfloat16, rounding="stochastic")):
         for step in range(6):
             each.backward(step, uses_maybe=step % 3 == 0)
             each.step()

@@ -80,6 +80,21 @@ def test_same_bits(name: str, cap: float) -> None:
     assert_same_state(in_backward, after)
 
 
+@pytest.mark.parametrize("cap", CAPS)
+def test_stochastic_rounding_draws_by_the_place_in_the_group(cap: float) -> None:
+    theirs = net().bfloat16()
+    ours = copy.deepcopy(theirs)
+    in_backward, after = (optim.SGD(each.parameters(), lr=0.1, rounding="stochastic") for each in (ours, theirs))
+    in_backward.step_in_backward(ours, bucket_cap_mb=cap)
+    for _ in range(3):
+        x = torch.randn(4, 10).bfloat16()
+        for model, optimizer in ((ours, in_backward), (theirs, after)):
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(ours, theirs)
+
+
 def test_groups_storages_and_other_parameters() -> None:
     """One group has bfloat16 parameters with master bits, the other one a parameter that the model does not have."""
     theirs = net()

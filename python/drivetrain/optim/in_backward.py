@@ -17,7 +17,7 @@ from ..wrapped import ReducingWrapper, wrapper_in
 from .engine import Engine
 from .kept import NAME, WHY_NOT_CLIPPED, kept_of
 from .native_step import step_groups
-from .rule import torchs_base
+from .rule import part_of_group, torchs_base
 from .sharded.dtensors import is_dtensor, local_sum_of_squares
 from .sharded.gathers import Gathers, watch
 from .sharded.pieces import piece_of
@@ -229,8 +229,10 @@ class StepInBackward:
         groups = []
         left = {id(param): param for param in params}
         for group in self._optimizer.param_groups:
-            chosen = [left.pop(id(param)) for param in group["params"] if id(param) in left] if left else []
-            groups.append({**group, "params": chosen, "param_names": [self._names[param] for param in chosen]})
+            every = enumerate(group["params"]) if left else ()
+            chosen = {place: left.pop(id(param)) for place, param in every if id(param) in left}
+            part = part_of_group(group, [*chosen], [*chosen.values()])
+            groups.append(part | {"param_names": [self._names[param] for param in chosen.values()]})
         params = [param for param in params if id(param) not in left]  # Other parameters have left the optimizer.
         if not params:
             return

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _C
 from . import precision
 from .engine import Engine, is_capturing
-from .rule import Group
+from .rule import Group, part_of_group
 from .sharded import over_groups
 from .sharded.dtensors import label_of
 from .sharded.step import Shards
@@ -183,10 +183,11 @@ def split_sparse(groups: list[Group]) -> tuple[list[Group], list[Group]]:
     dense, sparse = [], []
     for index, group in enumerate(groups):
         is_sparse = [param.grad is not None and param.grad.is_sparse for param in group["params"]]
-        dense.append(_filtered(group, [not found for found in is_sparse]))
-        if not any(is_sparse):
+        places = [place for place, found in enumerate(is_sparse) if found]
+        dense.append(part_of_group(group, [place for place, found in enumerate(is_sparse) if not found]))
+        if not places:
             continue
-        label = label_of(group, index, is_sparse.index(True))
+        label = label_of(group, index, places[0])
         asked = [f"{name}={group[name]!r}" for name, no in precision.DEFAULTS.items() if group.get(name, no) != no]
         if asked:
             raise NotImplementedError(
@@ -198,13 +199,5 @@ def split_sparse(groups: list[Group]) -> tuple[list[Group], list[Group]]:
                 f"{label} has a sparse gradient, with which weight_decay={group['weight_decay']} is not compatible: "
                 "put it into a group with weight_decay=0."
             )
-        sparse.append(_filtered(group, is_sparse))
+        sparse.append(part_of_group(group, places))
     return dense, sparse
-
-
-def _filtered(group: Group, keeps: list[bool]) -> Group:
-    return group | {
-        name: [value for value, keep in zip(group[name], keeps, strict=True) if keep]
-        for name in ("params", "param_names")
-        if name in group
-    }

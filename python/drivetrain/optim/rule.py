@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 Group = dict[str, Any]
 Numbers = dict[str, float | Tensor]
+_PLACES = "_drivetrain_places"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,17 @@ class Rule:
         """Returns the value that fills a state before the first step."""
         value = self.initials.get(name, 0.0)
         return float(group[value] if isinstance(value, str) else value)
+
+
+def part_of_group(group: Group, places: Sequence[int], params: list[Tensor] | None = None) -> Group:
+    """Returns a copy of a group with the parameters at some places, or with tensors that stand for them.
+
+    The copy keeps the places in the optimizer's group, from which stochastic rounding draws.
+    """
+    lists = {"params": group["params"], _PLACES: range(len(group["params"]))}
+    lists |= {name: group[name] for name in ("param_names", _PLACES) if name in group}
+    chosen = {name: [values[place] for place in places] for name, values in lists.items()}
+    return {**group, **chosen} if params is None else {**group, **chosen, "params": params}
 
 
 rules: dict[type, Rule] = {}  # of drivetrain's classes

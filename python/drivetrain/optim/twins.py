@@ -13,14 +13,14 @@ from .. import _C
 from .engine import Engine, is_capturing
 from .kept import kept_of
 from .native_step import step_groups
-from .rule import Group
+from .rule import Group, part_of_group
 from .sharded import over_groups, pieces
 from .sharded.dtensors import is_dtensor, set_gradient
 from .sharded.step import sums_of_whole_squares
 
 _POOL = (1 << 60, 1 << 20)  # bytes: no limit, and the size of the smallest slab
 _NOW = -1  # the bucket of what step() steps itself
-_Place = tuple[int, str, Tensor]  # the index of a parameter's group, its name, and it
+_Place = tuple[int, int, Tensor]  # the index of a parameter's group, its place in that, and it
 
 
 def check(offload: str | None, class_name: str, params: Sequence[Tensor] = ()) -> None:
@@ -199,15 +199,16 @@ class Twins:
         sums: dict[Tensor, Tensor] = {}
         groups = []  # as they are now, because a scheduler may change them before a chunk is stepped
         for index, group in enumerate(engine.param_groups):
-            groups.append({name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()})
+            names = (name for name in ("params", "param_names") if name in group)
+            numbers = {name: v.clone() for name, v in group.items() if isinstance(v, Tensor)}
+            groups.append({**group, **numbers, **{name: [*group[name]] for name in names}})
             for place, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
                 here[param] = param
                 if param.device.type != "cpu":
                     there[param] = self.of(param, with_gradient=True)
-                names = group.get("param_names")
-                every.append((index, names[place] if names else f"param_groups[{index}] {place}", param))
+                every.append((index, place, param))
                 buckets[_NOW if overlapped is None else overlapped.bucket_of.get(id(param), _NOW)].append(every[-1])
 
         def receive(params: Iterable[Tensor]) -> None:
@@ -221,11 +222,11 @@ class Twins:
         receive(changed())
 
         def chosen(places: Iterable[_Place]) -> list[Group]:
-            result: list[Group] = [{**group, "params": [], "param_names": []} for group in groups]
-            for index, name, param in places:
-                result[index]["params"].append(here[param])
-                result[index]["param_names"].append(name)
-            return result
+            of_groups: list[dict[int, Tensor]] = [{} for _ in groups]
+            for index, place, param in places:
+                of_groups[index][place] = here[param]
+            pairs = zip(groups, of_groups, strict=True)
+            return [part_of_group(group, [*chosen], [*chosen.values()]) for group, chosen in pairs]
 
         state = engine.optimizer.state
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import _C
 from .. import precision
-from ..rule import Group, Rule
+from ..rule import Group, Rule, part_of_group
 from .dtensors import (
     group_of_rows,
     is_dtensor,
@@ -212,10 +212,7 @@ def _chosen(
     for group, of_group in zip(groups, stand_ins, strict=True):
         chosen = [one for one in of_group if one.ranks in ranks]
         whole_rows += [one.whole_rows for one in chosen if one.tensor.grad is not None]
-        copy = {**group, "params": [one.tensor for one in chosen]}
-        if "param_names" in group:
-            copy["param_names"] = [group["param_names"][one.place] for one in chosen]
-        copies.append(copy)
+        copies.append(part_of_group(group, [one.place for one in chosen], [one.tensor for one in chosen]))
     return copies, whole_rows
 
 
@@ -229,10 +226,7 @@ def _step_whole(
     set_gradient(whole, param.grad.full_tensor())
     values = {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.get(param, {}).items()}
     wholes: dict[Tensor, Any] = defaultdict(dict, {whole: values} if values else {})
-    alone = {**group, "params": [whole]}
-    if "param_names" in group:
-        alone["param_names"] = [group["param_names"][place]]
-    result, _ = run([alone], wholes, options)
+    result, _ = run([part_of_group(group, [place], [whole])], wholes, options)
     if not result.is_on_device and result.skipped:
         if options.zero_grads:
             param.grad.zero_()

@@ -29,6 +29,17 @@ constexpr const char* kRecomputation = "drivetrain.Recomputation";
 // Operations such as RNNs and normalizations save workspaces, which they do not write completely.
 bool is_workspace(const at::Tensor& tensor) { return tensor.scalar_type() == at::kByte && tensor.dim() == 1; }
 
+// Returns whether a recomputed tensor has the memory of the saved one, which has outlived the forward pass.
+bool has_outlived(const SavedMetadata& before, const at::Tensor& now) {
+  return before.storage && now.has_storage() &&
+         before.storage->_unsafe_get_target() == now.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Returns whether the operation that saves the tensor may write it afterwards, as RReLU does with its noise.
+bool may_be_filled(const SavedMetadata& before, const at::Tensor& now) {
+  return now.is_floating_point() && !now.requires_grad() && now._version() == 0 && !has_outlived(before, now);
+}
+
 // Returns torch's GraphExecGroup of the current backward, or None.
 py::object current_group() {
   static const auto* get = new py::object(py::getattr(py::module_::import("torch._C"), "_get_graph_exec_group",
@@ -109,6 +120,7 @@ class CheckpointRegion::Recomputation {
   std::vector<RecomputedValue> values_;
   size_t num_taken_ = 0;
   bool is_stopped_ = false;
+  bool may_be_filled_ = false;  // the tensor taken last
   std::string failure_;
 };
 
@@ -242,7 +254,8 @@ at::Tensor CheckpointRegion::Recomputation::take(const at::Tensor& tensor) {
   if (index >= num_expected_) {
     // If the forward itself runs a backward, a complete recomputation saves more than the forward had saved by then.
     if (!region_->options_.early_stop && !region_->has_ended_) return tensor.detach();
-    if (!is_stopped_) fail(region_->other_number(index + 1));
+    if (!region_->options_.early_stop) fail(region_->other_number(index + 1));
+    is_stopped_ = true;
     return {};
   }
   ++num_taken_;
@@ -252,7 +265,10 @@ at::Tensor CheckpointRegion::Recomputation::take(const at::Tensor& tensor) {
     if (!difference.empty()) fail(difference);
     values_[index] = {value, value._version()};
   }
-  is_stopped_ = region_->options_.early_stop && num_taken_ == num_expected_;
+  // RReLU saves its input between its noise and the draw.
+  const bool waits = may_be_filled_ && region_->saved_[index - 1].sizes == region_->saved_[index].sizes;
+  may_be_filled_ = may_be_filled(region_->saved_[index], tensor);
+  is_stopped_ = region_->options_.early_stop && num_taken_ == num_expected_ && !waits;
   return value;
 }
 
@@ -264,9 +280,7 @@ std::string CheckpointRegion::Recomputation::difference(size_t index, const at::
     if (now.sizes != before.sizes || now.dtype != before.dtype || now.device != before.device) {
       return region_->changed(index, tensor);
     }
-    const bool has_outlived =
-        before.storage && now.storage && before.storage->_unsafe_get_target() == now.storage->_unsafe_get_target();
-    if (has_outlived && before.version != now.version) return region_->outliving_written(index, tensor);
+    if (has_outlived(before, tensor) && before.version != now.version) return region_->outliving_written(index, tensor);
   }
   const bool is_same = !before.hash || *before.hash == hash_of(tensor) || is_running_statistic(tensor);
   return is_same ? "" : region_->changed(index, tensor);

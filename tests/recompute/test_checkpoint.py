@@ -54,6 +54,24 @@ def test_bits(name: str, autocast: bool, call: Checkpoint) -> None:
         assert_same(result_of(call, models[0], x), result_of(plain, models[1], x))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_operation_that_writes_what_it_has_saved(nested: bool) -> None:
+    """RReLU saves its noise before it draws it, here as the last tensor; torch's checkpoint gives wrong gradients."""
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.RReLU()), torch.randn(16, 8)
+
+    def called(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(functools.partial(checkpoint, model) if nested else model, x)
+
+    models = copy.deepcopy(model), model
+    assert_same(result_of(called, models[0], x), result_of(plain, models[1], x))
+
+
+def test_verify_knows_the_statistics_of_instance_normalization() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.InstanceNorm2d(4, track_running_stats=True), nn.Conv2d(4, 2, 1))
+    models, x = (copy.deepcopy(model), model), torch.randn(3, 2, 5, 5)
+    assert_same(result_of(verified, models[0], x), result_of(plain, models[1], x))
+
+
 @pytest.mark.parametrize("backward_autocast", [False, True])
 @pytest.mark.parametrize("forward_autocast", [None, torch.bfloat16])
 def test_autocast_is_the_forwards(forward_autocast: torch.dtype | None, backward_autocast: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..frames import self_of, stack_of, users_line
 
@@ -61,14 +62,17 @@ def owner_in(module: nn.Module, tensor: Tensor) -> str:
 
 
 def is_running_statistic(tensor: Tensor) -> bool:
-    """Returns whether the tensor is a buffer of a normalization module that is being called in training mode. Autograd
-    saves these buffers and the forward updates them, but no gradient depends on them."""
-    storage = tensor.untyped_storage().data_ptr()
+    """Returns whether the tensor is a buffer of a normalization module that is being called in training mode.
+
+    Autograd saves these buffers and the forward updates them, but no gradient depends on them. Instance normalization
+    saves copies.
+    """
+    storage, may_be_copy = tensor.untyped_storage().data_ptr(), tensor.dim() == 1 and not tensor.requires_grad
     return any(
-        isinstance(module, _NormBase)
-        and module.training
-        and any(buffer.untyped_storage().data_ptr() == storage for buffer in module.buffers(recurse=False))
+        (may_be_copy and isinstance(module, _InstanceNorm))
+        or any(buffer.untyped_storage().data_ptr() == storage for buffer in module.buffers(recurse=False))
         for module in _modules_called()
+        if isinstance(module, _NormBase) and module.training
     )
 
 

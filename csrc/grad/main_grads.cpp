@@ -124,7 +124,8 @@ void MainGrads::see(Parameter& param) {
 
 // Returns the gradient for autograd to accumulate; undefined if it was added here.
 at::Tensor MainGrads::take(size_t index, const at::Tensor& micro) {
-  const bool was_added = was_added_(index);  // takes the GIL, so it must precede the mutex
+  if (!params_[index].tensor.requires_grad()) return {};  // frozen since the forward pass; autograd drops it as well
+  const bool was_added = was_added_(index);               // takes the GIL, so it must precede the mutex
   const std::lock_guard<std::mutex> lock(mutex_);
   Parameter& param = params_[index];
   // autograd accumulates sparse gradients.

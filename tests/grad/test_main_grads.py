@@ -51,6 +51,24 @@ def assert_bits(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_parameter_frozen_before_backward_gets_no_gradient(fuses: bool) -> None:
+    """Scripts of GANs freeze the critic before the generator's backward pass."""
+    critic = nn.Linear(4, 1).bfloat16()
+    drivetrain.main_grads(critic)
+    if fuses:
+        drivetrain.fuse_wgrad(critic)
+    made = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    loss = critic(made).sum()
+    critic.requires_grad_(False)
+    loss.backward()
+    assert made.grad is not None
+    assert [param.grad for param in critic.parameters()] == [None, None]
+    critic.requires_grad_(True)
+    critic(made).sum().backward()
+    assert_bits(critic.weight.grad, torch.full((1, 4), 2.0))
+
+
 @pytest.mark.parametrize(("dtype", "bits"), BITS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_of_the_sum(shape: tuple[int, ...], dtype: torch.dtype, bits: int, isa: str) -> None:

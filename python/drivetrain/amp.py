@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from . import _C
 from .optim.base import FusedOptimizer
@@ -88,6 +89,7 @@ class GradScaler(torch.amp.GradScaler):
             return True
         return rule_of(type(optimizer)).step_sparse is not None and has_sparse(optimizer.param_groups)
 
+    @_disable_dynamo  # it cannot trace the native call, and says so
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:

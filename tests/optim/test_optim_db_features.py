@@ -9,6 +9,7 @@ The tests cover:
 """
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import drivetrain
 from optim_db_cases import assert_same, classes, make_params, names, pair, references, set_grads, steps
 
 # ---- Hooks and other features around a step.
@@ -153,6 +155,28 @@ def test_inside_torch_compile(name: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"step outside of compiled graphs: call step\(\) outside"):
         torch.compile(step, backend="eager", fullgraph=True)(torch.ones(()))
+    torch._dynamo.reset()
+
+
+def test_a_scaler_inside_torch_compile() -> None:
+    optimizer, torch_optimizer, params, torch_params = pair("AdamW", lr=0.01)
+    scaler = drivetrain.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    set_grads(params, torch_params)
+    for param in params:
+        param.grad *= 4  # type: ignore[operator]
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*Dynamo does not know how to trace")
+        step()
+    torch_optimizer.step()
+    assert_same(params, torch_params)
     torch._dynamo.reset()
 
 

@@ -231,7 +231,7 @@ def test_sparse_gradients_are_refused(name: str) -> None:
 )
 def test_sparse_gradients_are_stepped_as_by_torch(name: str, options: dict[str, Any], coalesced: bool) -> None:
     """Steps a table with sparse gradients, a table with dense ones, and a layer, as a recommender has them."""
-    outcomes = []
+    outcomes, states = [], []
     for cls in classes(name)[:2]:
         torch.manual_seed(0)
         table, dense, layer = nn.Embedding(9, 4, sparse=True), nn.Embedding(5, 4), nn.Linear(4, 3)
@@ -247,8 +247,10 @@ def test_sparse_gradients_are_stepped_as_by_torch(name: str, options: dict[str, 
             optimizer.step()
             optimizer.zero_grad()
         outcomes.append([param.detach() for _, param in params])
+        states.append({key: [*state] for key, state in optimizer.state_dict()["state"].items()})
     for ours, theirs in zip(*outcomes, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("name", SPARSE)

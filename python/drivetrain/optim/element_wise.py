@@ -72,7 +72,7 @@ def _sgd_name(group: Group) -> str:
 
 def _step_sgd(optimizer: Any, group: Group, params: list[Tensor]) -> None:
     grads = [param.grad for param in params if param.grad is not None]
-    buffers: list[Tensor | None] = [optimizer.state[param].get("momentum_buffer") for param in params]
+    buffers: list[Tensor | None] = [optimizer.state.get(param, {}).get("momentum_buffer") for param in params]
     names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     sgd(params, grads, buffers, has_sparse_grad=True, foreach=False, **{name: group[name] for name in names})
     if group["momentum"]:

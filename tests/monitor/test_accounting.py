@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
+import pickle
 import threading
 import time
 import weakref
@@ -523,3 +525,23 @@ def test_what_a_monitor_has_followed_is_freed_at_once() -> None:
     left = [one() for one in freed]
     gc.enable()
     assert left == [None] * 3
+
+
+@pytest.mark.parametrize("kind", ["pickle", "copy"])
+def test_a_model_is_saved_and_copied_inside_of_the_block(kind: str) -> None:
+    model = nn.Linear(2, 2)
+    with Monitor(model):
+        other: Any = pickle.loads(pickle.dumps(model)) if kind == "pickle" else copy.deepcopy(model)
+        x = torch.ones(1, 2)
+        assert torch.equal(other(x), model(x))
+    assert not model._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripted_models_and_attributes_of_loaders() -> None:
+    loader = DataLoader(list(range(4)), batch_size=2)  # type: ignore[arg-type]
+    with Monitor(torch.jit.script(nn.Linear(2, 2))) as monitor:
+        marked: Any = monitor(loader)
+        assert (marked.batch_size, marked.sampler) == (2, loader.sampler)
+        with pytest.raises(AttributeError, match="no_such_name"):
+            _ = marked.no_such_name

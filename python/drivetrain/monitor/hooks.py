@@ -4,7 +4,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,9 @@ def attach(
     function itself before, are not marked.
     """
 
+    if isinstance(model, torch.jit.ScriptModule):
+        model = None  # it takes no hooks
+
     def end_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _C.trace_end(_OPTIMIZER)
         on_optimizer_step(optimizer)
@@ -42,8 +45,8 @@ def attach(
     stack = ExitStack()
 
     def register(before: Callable[..., Any], begin: int, after: Callable[..., Any], end: Callable[..., None]) -> None:
-        stack.callback(before(lambda *_: _C.trace_begin(begin)).remove)
-        stack.callback(after(end).remove)
+        stack.callback(before(_Hook(lambda *_: _C.trace_begin(begin))).remove)
+        stack.callback(after(_Hook(end)).remove)
 
     if model is not None:
         # always_call: the phase must end if forward raises.
@@ -72,6 +75,19 @@ def attach(
     return stack
 
 
+class _Hook:
+    """Calls a function as a hook. In copies and files of a model the hook does nothing, and needs no drivetrain."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # of the standard library: it takes any arguments
+
+
 class Batches:
     """Iterates over a loader, and marks the time for which the loop waits for it.
 
@@ -92,6 +108,11 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         return _MarkedIterator(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of an object that is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
 
 class _MarkedIterator:

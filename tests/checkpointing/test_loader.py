@@ -5,6 +5,7 @@ Loaders that a restart finds changed continue rightly, or raise an error.
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
@@ -21,7 +22,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from drivetrain.checkpointing import Checkpointer
@@ -452,6 +461,69 @@ def test_an_epoch_that_is_interrupted_twice(kind: str, draws: str, workers: tupl
     assert found == [one for one in whole if one[0] <= 1]
 
 
+class CountsEpochs(Sampler[int]):
+    """Counts its epochs, at the begin of each or, as Accelerate's, at its end. With workers that is early."""
+
+    def __init__(self, at_end: bool) -> None:
+        self.epoch, self._at_end = 0, at_end
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += not self._at_end
+        yield from order
+        self.epoch += self._at_end
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at_end", [False, True])
+def test_samplers_that_count_epochs_themselves(at_end: bool, workers: int, tmp_path: Path) -> None:
+    def make() -> Any:
+        options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        return DataLoader(range(ROWS), 2, sampler=CountsEpochs(at_end), **options)  # type: ignore[arg-type]
+
+    whole = seen_batches(tmp_path / "whole", make, plain_loop)
+    assert len({str(batch) for _, batch in whole}) == len(whole)  # each epoch has another order
+    for stop in (1, 5, 6, 8, 12, 15):
+        folder = tmp_path / str(stop)
+        assert seen_batches(folder, make, plain_loop, stop) + seen_batches(folder, make, plain_loop) == whole, stop
+
+
+def test_a_counted_sampler_and_a_look_at_the_first_batch(tmp_path: Path) -> None:
+    """The pass without a step counts an epoch of its own, and the restart has one more of them."""
+
+    def make() -> Any:
+        return DataLoader(range(ROWS), 2, sampler=CountsEpochs(at_end=False))  # type: ignore[arg-type]
+
+    found = seen_batches(tmp_path, make, plain_loop, 3)
+    found += seen_batches(tmp_path, make, peek_loop)[: ROWS // 2 - 3]
+    assert sorted(row for _, batch in found for row in batch) == list(range(ROWS))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loader_that_is_made_again_in_each_epoch_warns(tmp_path: Path) -> None:
+    loader = shuffled_rows()
+    with Checkpointer(tmp_path, model=nn.Linear(1, 1), data=loader, every=None) as ckpt:
+        for _ in loader:
+            ckpt.step()
+        ckpt.step()  # as that of a last window of micro-batches
+        with pytest.warns(UserWarning, match="data has ended, and steps are made without another batch of it"):
+            ckpt.step()
+        ckpt.step()  # It warns once.
+
+
+def test_copies_of_a_counted_loader_are_loaders(tmp_path: Path) -> None:
+    loader = shuffled_rows()
+    with Checkpointer(tmp_path, model=nn.Linear(1, 1), data=loader, every=None) as ckpt:
+        next(iter(loader))
+        ckpt.step()
+        for other in (copy.copy(loader), type(loader)(range(ROWS), 2)):
+            assert len(list(other)) == ROWS // 2
+        assert ckpt._state._position.state()["batches"] == 1
+
+
 @pytest.mark.parametrize("make", [shuffled_rows, resumable_rows], ids=["shuffled", "resumable"])
 @pytest.mark.parametrize("loop", [peek_loop, accuracy_loop, peek_and_accuracy_loop], ids=lambda loop: loop.__name__)
 def test_iterations_without_a_step_are_no_epochs(make: Callable[[], Any], loop: Loop, tmp_path: Path) -> None:
@@ -612,6 +684,44 @@ def test_a_sampler_without_workers_may_draw_each_batch_as_the_script_does(tmp_pa
         assert found == whole, stop
 
 
+def ahead_loop(ckpt: Any, loader: Any, epoch: int) -> Iterator[Any]:
+    batches = iter(loader)
+    following = next(batches)
+    while following is not None:
+        batch, following = following, next(batches, None)
+        yield batch
+        ckpt.step()
+
+
+def in_phases(first: Any, second: Any) -> Iterator[Any]:
+    yield from first
+    yield from second
+
+
+def cycled(first: Any, second: Any) -> Iterator[Any]:
+    def cycle() -> Iterator[Any]:
+        while True:
+            yield from second
+
+    for pair in zip(first, cycle(), strict=False):
+        yield torch.stack(pair)
+
+
+def seen_of_two(folder: Path, order: Callable[[Any, Any], Iterator[Any]], stop: int | None = None) -> list[Any]:
+    """Returns the batches of two epochs over two loaders, or those up to a step."""
+    torch.manual_seed(0)
+    seen: list[Any] = []
+    loaders = [DataLoader(range(6), 2, shuffle=True), shuffled_rows()]  # type: ignore[arg-type]
+    with Checkpointer(folder, model=nn.Linear(1, 1), data=loaders, every=None) as ckpt:
+        for _ in range(ckpt.epoch, 2):
+            for batch in order(*loaders):
+                seen.append(batch.tolist())
+                ckpt.step()
+                if len(seen) == stop:
+                    return seen
+    return seen
+
+
 def test_what_the_documentation_says_is_not_seen(tmp_path: Path) -> None:
     """The table of docs/checkpoints.md names these."""
 
@@ -625,6 +735,13 @@ def test_what_the_documentation_says_is_not_seen(tmp_path: Path) -> None:
         found = seen_batches(folder, make, loop, 3) + seen_batches(folder, make, loop)
         assert len(found) == len(whole)
         assert found != whole
+    whole = seen_batches(tmp_path / "ahead-whole", shuffled_rows, ahead_loop)
+    found = seen_batches(tmp_path / "ahead", shuffled_rows, ahead_loop, 3)
+    assert found + seen_batches(tmp_path / "ahead", shuffled_rows, ahead_loop) == whole[:3] + whole[4:]
+    for order, stop in ((in_phases, ROWS // 2 + 2), (cycled, 3)):
+        whole = seen_of_two(tmp_path / f"{order.__name__}-whole", order)
+        found = seen_of_two(tmp_path / order.__name__, order, stop)
+        assert found + seen_of_two(tmp_path / order.__name__, order) != whole
     seen_batches(tmp_path / "changed", shuffled_rows, plain_loop, 2)
     other = seen_batches(
         tmp_path / "changed",

@@ -1,8 +1,8 @@
 """Saves and restores the position in a DataLoader, so that a loop continues with the next batch of the epoch."""
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+import warnings
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from ...data import ResumableSampler
 from . import rng
 from .position import Position
+from .skipping import Skipping
 
 KEY = "_drivetrain_position"  # an attribute of loaders that are counted
 IN_USE = "data is used by another Checkpointer: leave its with block first"
@@ -41,6 +42,7 @@ class Counted(Position):
         self._resumed: Any = None  # the state with which the next iteration continues
         self._before_fetch: Callable[[], None] | None = None
         self._is_noticed: Callable[[], bool] = lambda: False
+        self._late_steps = 0  # made since the current iteration has ended
 
     def call_before_fetch(self, call: Callable[[], None]) -> None:
         self._before_fetch, self.counts_all = call, True
@@ -55,7 +57,16 @@ class Counted(Position):
         self._is_noticed = is_noticed
         self._has_begun = False
         self._class = type(self._loader)
-        members = {"__iter__": lambda loader: getattr(loader, KEY).begin(), "__module__": self._class.__module__}
+        own: Any = self._class
+
+        def __iter__(loader: Any) -> Iterator[Any]:
+            # Copies, and loaders that a script makes of this class, are not counted.
+            counted: Any = loader.__dict__.get(KEY)
+            is_counted = counted is not None and counted._loader is loader
+            batches: Iterator[Any] = counted.begin() if is_counted else own.__iter__(loader)
+            return batches
+
+        members = {"__iter__": __iter__, "__module__": own.__module__}
         setattr(self._loader, KEY, self)
         self._loader.__class__ = type(self._class.__name__, (self._class,), members)
 
@@ -75,6 +86,7 @@ class Counted(Position):
         if self.counts_all or not self._ever_stepped:
             self._resumed = None
         self.batches, self.is_exhausted, self._is_next, self._has_begun = 0, False, False, True
+        self._late_steps = 0
         if resumed is None or resumed["start"] is None:
             self._resumed = None
             if self._has_stepped or not self._ever_stepped or self.counts_all:
@@ -114,6 +126,9 @@ class Counted(Position):
         if self._has_begun:
             self._resumed = None
 
+    def fetched(self) -> None:
+        """Learns that a batch was fetched, or that the iteration has ended."""
+
     def has_lost_workers(self, batches: Iterator[Any]) -> bool:
         """Returns whether a worker has ended under a notice, so that the iteration must begin again."""
         return self._is_noticed() and not all(worker.is_alive() for worker in getattr(batches, "_workers", ()))
@@ -132,6 +147,15 @@ class Counted(Position):
         if not self._ever_stepped:
             self._ever_stepped, self._count = True, self._base
         self._has_stepped, self._resumed = True, None
+        if not self.is_exhausted:
+            return
+        self._late_steps += 1  # the first may be of a last window of micro-batches
+        if self._late_steps == 2 and all(getattr(other, "_late_steps", 0) for other in self.others):
+            warnings.warn(
+                "data has ended, and steps are made without another batch of it, so that checkpoints do not know the "
+                "position. If the loop makes a loader for each epoch, make one before the block, and use it in all.",
+                stacklevel=2,
+            )
 
     def state(self) -> Any:
         # After an epoch, in an iteration in which the training makes no step.
@@ -272,13 +296,36 @@ class MapStyleLoader(Counted):
         self._sampler: Any = sampler
         self._resumable = sampler if is_plain and isinstance(sampler, ResumableSampler) else None
         self._batch_size = 1 if batch_sampler is None else getattr(batch_sampler, "batch_size", 1)
-        self._begun_epoch = getattr(sampler, "epoch", None)
+        self._begun_epoch = self._seen_epoch = self._sampler_epoch()
+        self._is_fetching = False
         self._skipped = 0  # batches that the current iteration left out at its beginning
 
+    def _sampler_epoch(self) -> Any:
+        return getattr(self._sampler, "epoch", None)
+
+    def _set_sampler_epoch(self, epoch: Any) -> None:
+        if epoch is None or epoch == self._sampler_epoch():
+            return
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        elif "epoch" in getattr(self._sampler, "__dict__", {}):
+            self._sampler.epoch = epoch
+
+    def fetching(self) -> None:
+        super().fetching()
+        self._is_fetching = True
+
+    def fetched(self) -> None:
+        self._seen_epoch, self._is_fetching = self._sampler_epoch(), False
+
     def state(self) -> Any:
-        epoch = getattr(self._sampler, "epoch", None)
-        common = super().state() | {"sampler_epoch": epoch}
-        if epoch != self._begun_epoch:  # set_epoch() was called since; the next iteration draws its own seeds.
+        # In this order: a thread that takes batches ahead may be fetching one now.
+        epoch, is_fetching = self._sampler_epoch(), self._is_fetching
+        was_set = epoch != self._seen_epoch and not is_fetching
+        common = super().state()
+        # A sampler may count epochs itself, when it begins or ends. The current iteration begins again as it began.
+        common["sampler_epoch"] = epoch if was_set or common["is_exhausted"] else self._begun_epoch
+        if was_set:  # by set_epoch() of the script; the next iteration draws its own seeds.
             common["start"] = None
         batches = 0 if self._resumed is not None else self.batches  # A restored position waits for the first step.
         if self._resumable is None:
@@ -316,22 +363,27 @@ class MapStyleLoader(Counted):
             self._resumable.load_state_dict(state["sampler"] | {"position": position})
         else:
             self._skipped = 0 if self._is_next else state["batches"]
-            if state["sampler_epoch"] is not None and hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(state["sampler_epoch"])
-        self._begun_epoch = getattr(self._sampler, "epoch", None)
+            self._set_sampler_epoch(state["sampler_epoch"])
+        self._begun_epoch = self._seen_epoch = self._sampler_epoch()
 
     def begin_again(self, taken: int) -> Iterator[Any]:
         if self._resumable is not None:
             self._resumable.load_state_dict(self._resumable.state_dict(0))  # to the beginning of this iteration
+        else:
+            self._set_sampler_epoch(self._begun_epoch)
         return super().begin_again(self._skipped + taken)
 
     def begin(self) -> Iterator[Any]:
-        self._begun_epoch = getattr(self._sampler, "epoch", None)
+        if self._resumed is not None and self._resumable is None and self._sampler_epoch() == self._seen_epoch:
+            self._set_sampler_epoch(self._resumed["sampler_epoch"])  # an iteration without a step may have counted
+        self._begun_epoch = self._sampler_epoch()
         if self._resumed is None:
             self._skipped = 0
         elif self._resumable is not None and self._resumed["sampler"]["epoch"] == self._begun_epoch:
             self._resumable.load_state_dict(self._resumed["sampler"])  # an iteration without a step may have drawn
-        return super().begin()
+        batches = super().begin()
+        self.fetched()
+        return batches
 
     def _iterate_from(self, state: Any) -> Iterator[Any]:
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
@@ -383,6 +435,12 @@ class CountedBatches:
 
     def _fetch(self) -> Any:
         try:
+            return self._fetch_once()
+        finally:
+            self._counted.fetched()
+
+    def _fetch_once(self) -> Any:
+        try:
             if not self._counted.has_lost_workers(self._batches):
                 batch = next(self._batches)
                 self._fetched += 1
@@ -409,62 +467,3 @@ class CountedBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
-
-
-class Skipping:
-    """A sampler whose first used iteration leaves out the first `count` elements.
-
-    DataLoader with workers makes an iterator that it drops. So an iteration is used from its first element on, or from
-    `prime`, and calls `before` then.
-
-    Args:
-        sampler: Some draw random numbers for `iter()`, others for their first element or for each.
-        count: Number of elements to leave out.
-        before: Called before the first element is taken.
-        early: Number of the iterations that ask the sampler at once. A further one uses the iterator of the last.
-        late: Number of times that the used iteration asks the sampler after `before`.
-    """
-
-    def __init__(
-        self, sampler: Iterable[Any], count: int, before: Callable[[], None] | None, early: int, late: int
-    ) -> None:
-        self._sampler, self._count, self._before = sampler, count, before
-        self._early, self._late = early, late
-        self._elements: Iterator[Any] = iter(())
-        self._has_begun = self._is_asked = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._has_begun:
-            return iter(self._sampler)
-        self._is_asked = True
-        if self._early:
-            self._early -= 1
-            self._elements = iter(self._sampler)
-        return self._used()
-
-    def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
-
-    def _used(self) -> Iterator[Any]:
-        self._begin()
-        yield from self._elements
-
-    def _begin(self) -> None:
-        """Takes the sampler's iterator up to the first element that is not left out, unless `prime` has."""
-        if self._has_begun:
-            return
-        self._has_begun = True
-        if self._before is not None:
-            self._before()
-            self._before = None  # it refers to the loader, whose workers would then wait for garbage collection
-        for _ in range(self._late):
-            self._elements = iter(self._sampler)
-        for _ in range(self._count):
-            next(self._elements, None)
-
-    def prime(self) -> None:
-        """Begins now, so that the sampler draws its random numbers now. One that was asked early has drawn them."""
-        if self._is_asked and not self._has_begun:
-            self._begin()
-            first = list(itertools.islice(self._elements, int(self._late > 0)))
-            self._elements = itertools.chain(first, self._elements)

@@ -7,7 +7,9 @@ import enum
 import gc
 import logging
 import multiprocessing
+import os
 import random
+import signal
 import subprocess
 import warnings
 import weakref
@@ -262,6 +264,21 @@ class LoadingLinear(QuantizedLinear):
         unexpected[:] = [name for name in unexpected if not name.startswith(f"{prefix}weight.")]
 
 
+class Growing(nn.Linear):
+    """Has a buffer that grows, and loads one of any length, as observers of torch.ao do."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("bank", torch.zeros(0, 3))
+
+    def grow(self) -> None:
+        self.bank = torch.cat([self.bank, torch.ones(2, 3)])
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        self.bank = self.bank.new_zeros(state[f"{prefix}bank"].shape)
+        super()._load_from_state_dict(state, prefix, *args)  # type: ignore[no-untyped-call]
+
+
 class Counting(nn.Linear):
     """Has an extra state, and a buffer under two names."""
 
@@ -293,6 +310,20 @@ def test_a_model_that_loads_what_it_adds_is_saved(tmp_path: Path, kind: Any) -> 
             ckpt.step()
 
 
+def test_a_module_that_resizes_its_buffers_is_restored(tmp_path: Path) -> None:
+    for steps in range(3):
+        growing = Growing()
+        with Checkpointer(tmp_path, model=nn.Sequential(growing), every=None) as ckpt:
+            assert len(growing.bank) == 2 * steps
+            growing.grow()
+            ckpt.step()
+    with (
+        pytest.raises(ValueError, match=r"model does not load its state: KeyError\('0.weight.absmax'\)"),
+        Checkpointer(tmp_path, model=nn.Sequential(LoadingLinear(3, 3)), every=None),
+    ):
+        pytest.fail("the block has begun")
+
+
 # ---- Failures.
 
 
@@ -322,6 +353,26 @@ def test_a_failed_save_raises_at_the_next_step(tmp_path: Path, monkeypatch: pyte
         ckpt.step()  # a script that catches the error goes on
     assert failed_at == 5
     assert [checkpoint.step for checkpoint in complete_checkpoints(tmp_path)] == [2, 6]
+
+
+def test_an_error_of_save_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path, model=nn.Linear(3, 3), every=None) as ckpt:
+        ckpt.step()
+        monkeypatch.setattr("drivetrain.checkpointing.store.commit.Writer.write", broken)
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            ckpt.save()
+        monkeypatch.undo()
+        ckpt.step()
+
+
+def test_a_relative_directory_is_that_of_the_constructor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    ckpt = Checkpointer("run", model=nn.Linear(3, 3), every=None)
+    monkeypatch.chdir(tmp_path / "there")
+    with ckpt:
+        ckpt.step()
+    assert complete_checkpoints(tmp_path / "run")
 
 
 def test_a_failed_save_is_logged_by_choice_and_training_goes_on(
@@ -384,9 +435,13 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"generators": [3]}, TypeError, "generators[0] is a int"),
         ({"config": {"f": len}}, TypeError, "config/f is a builtins.builtin_function_or_method"),
         ({"cloud": "ibm"}, ValueError, "cloud is 'ibm'"),
+        ({"signals": signal.SIGTERM}, TypeError, "SIGTERM: 15>, expected several, such as (signal.SIGTERM,)"),
+        ({"signals": (signal.SIGKILL,)}, ValueError, "signals has SIGKILL, which no process can handle"),
+        ({"preemption_file": ""}, ValueError, "preemption_file is '', expected a path, or None"),
+        ({"directory": os.fsdecode(b"/tmp/\xff")}, ValueError, "directory is '/tmp/\\udcff', expected a name in UTF-8"),
     ]:
         with pytest.raises(error) as raised:
-            Checkpointer(tmp_path, **(good | options))
+            Checkpointer(**({"directory": tmp_path} | good | options))
         assert message in str(raised.value)
 
 

@@ -133,6 +133,10 @@ def test_numpy_values_keep_their_dtype(value: Any) -> None:
     np.testing.assert_array_equal(found, value)
 
 
+def test_bytes_that_can_be_written_stay_so() -> None:
+    assert [type(there_and_back(kind(b"ab"))) for kind in (bytes, bytearray)] == [bytes, bytearray]
+
+
 def test_a_large_array_is_saved_as_a_tensor_that_shares_its_memory() -> None:
     columns = np.random.default_rng(0).standard_normal((500, 40))
     fixed = np.arange(5000, dtype=">i8")
@@ -171,6 +175,7 @@ def test_names_say_where_tensors_come_from_and_whose_they_are() -> None:
     [
         ({"lr_lambdas": [1, len]}, "state/lr_lambdas/1 is a builtins.builtin_function_or_method"),
         ({"rows": np.array([object()])}, "state/rows is a numpy.ndarray"),
+        ({"matrix": np.ones((1, 1)).view(np.matrix)}, "state/matrix is a numpy.matrix"),
         ({"module": torch.nn.Linear(1, 1)}, "state/module is a torch.nn.modules.linear.Linear"),
         ({"sparse": torch.eye(2).to_sparse()}, "state/sparse is a tensor of layout torch.sparse_coo"),
         ({"meta": torch.empty(3, device="meta")}, "state/meta is a tensor of layout torch.strided on meta"),

@@ -136,7 +136,7 @@ class Checkpointer:
         timeout: float = 1800.0,
         encryption: Encryption | None = None,
         audit: bool | str | os.PathLike[str] = True,
-        tiers: Sequence[Remote] = (),
+        tiers: Sequence[Remote] | None = (),
     ) -> None:
         if on_error not in ("raise", "log"):
             raise ValueError(f"on_error is {on_error!r}, expected 'raise' or 'log'")
@@ -148,7 +148,7 @@ class Checkpointer:
         self._grace, self._exit_code, self._timeout, self._run = seconds_of(grace, "grace"), exit_code, timeout, run
         self._notices = Notices(signals, preemption_file, cloud)
         self._ranks = Ranks(timeout)
-        self._tiers = Tiers(tiers, self._ranks)
+        self._tiers = Tiers(tiers or (), self._ranks)
         self._position = position_of(data)
         self._state = TrainingState(
             model=model,
@@ -163,7 +163,10 @@ class Checkpointer:
         )
         self._description = describe_run(config, self._ranks.world_size)
         self._given_store = directory if isinstance(directory, Store) else None
-        self._home = os.fspath(directory.directory if isinstance(directory, Store) else directory)
+        # Absolute from here on: a script may change its folder before the block begins.
+        self._home = str(Path(directory.directory if isinstance(directory, Store) else directory).absolute())
+        if self._home.encode(errors="ignore").decode() != self._home:
+            raise ValueError(f"directory is {self._home!a}, expected a name in UTF-8")
         self._new_store = functools.partial(
             Store,
             self._home,
@@ -320,7 +323,8 @@ class Checkpointer:
             with named_wait(saver.store.announce("save()"), _logger.warning, self._timeout):
                 saver.wait()
         if saver.error is not None:
-            raise saver.error
+            error, saver.error = saver.error, None  # a script that catches it may go on
+            raise error
         assert saver.checkpoint is not None
         return saver.checkpoint
 

@@ -46,7 +46,13 @@ class Notices:
 
     def __init__(self, signals: Iterable[int], file: str | os.PathLike[str] | None, cloud: str | Source | None) -> None:
         self.reason: str | None = None
+        if isinstance(signals, int):
+            raise TypeError(f"signals is {signals!r}, expected several, such as (signal.SIGTERM,)")
         self._signals = [signal.Signals(number) for number in signals]
+        if fatal := {signal.SIGKILL, signal.SIGSTOP} & {*self._signals}:
+            raise ValueError(f"signals has {min(fatal).name}, which no process can handle: expected others")
+        if file is not None and not os.fspath(file):
+            raise ValueError(f"preemption_file is {file!r}, expected a path, or None")
         self._file = None if file is None else Path(file)
         self._file_checked = -_FILE_CHECK_SECONDS
         self._source = None if cloud is None else source_of(cloud)

@@ -81,7 +81,7 @@ class Encoder:
         if kind is collections.deque:
             return {"$deque": [inner(list(value)), value.maxlen]}
         if kind in (bytes, bytearray):
-            return {"$bytes": _text(value)}
+            return {f"${kind.__name__}": _text(value)}
         if kind is complex:
             return {"$complex": [self.encode(value.real, path), self.encode(value.imag, path)]}
         if kind is torch.dtype:
@@ -127,6 +127,8 @@ class Encoder:
         """Returns a NumPy scalar or array of numbers as JSON, with a tensor if it is large; None for other values."""
         numpy = sys.modules.get("numpy")
         if numpy is None or type(value).__module__ != "numpy" or not isinstance(value, numpy.generic | numpy.ndarray):
+            return None
+        if isinstance(value, numpy.matrix):  # it would come back as an array, whose products differ
             return None
         if value.dtype.kind not in "biufc":
             return None
@@ -231,6 +233,7 @@ _DECODERS: dict[str, Callable[[JSON, Mapping[str, Tensor]], Any]] = {
     "$int": lambda text, _: int(text),
     "$float": lambda text, _: float(text),
     "$bytes": lambda text, _: base64.b64decode(text),
+    "$bytearray": lambda text, _: bytearray(base64.b64decode(text)),
     "$dtype": lambda name, _: getattr(torch, name),
     "$device": lambda name, _: torch.device(name),
     "$small": lambda content, _: _small(content),

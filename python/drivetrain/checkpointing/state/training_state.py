@@ -1,6 +1,5 @@
 """Captures the training state of a rank, and restores it: model, optimizers, schedulers, random states and data."""
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from ...ddp.accumulate import Window
 from ...ddp.logical_ranks import parts as logical
-from ...grad import main_grads
 from ...optim import precision
 from ...optim.sharded import pieces
 from ...optim.sharded.dtensors import from_local, is_dtensor, local_part
@@ -21,6 +19,7 @@ from ...wrapped import unwrapped
 from ..store.reading import Checkpoint
 from . import rng, shards
 from .encoding import Encoder, decode
+from .gradients import Gradients
 from .position import Position, Stateful
 from .saved_optimizer import ParameterOrder, check_maker, class_name, load_optimizer, parameter_names, plain_name
 from .shards import JSON
@@ -147,7 +146,10 @@ class TrainingState:
         self._check(values, is_same_world)
         self._place(values)
         ours = {plain_name(name): name for name in self.model.state_dict()}
-        self.model.load_state_dict({ours[name]: value for name, value in values["model"].items()})
+        try:
+            self.model.load_state_dict({ours.get(name, name): value for name, value in values["model"].items()})
+        except Exception as error:  # of a module with a loading of its own, which decides about names and shapes
+            raise ValueError(f"model does not load its state: {error!r}") from error
         for optimizer, saved in zip(self.optimizers, values["optimizer"], strict=True):
             shards.load_own(optimizer, saved, load_optimizer)
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=True):
@@ -178,10 +180,10 @@ class TrainingState:
             self._window_state = None
 
     def _check(self, values: dict[str, Any], is_same_world: bool) -> None:
-        ours = self._model_state()
-        _check_names("model", ours, values["model"])
+        ours, own_loaders = self._model_state(), self._own_loaders()
+        self._check_model_names(ours, values["model"])
         for name, saved in values["model"].items():
-            here = ours[name]
+            here = None if name.startswith(own_loaders) else ours[name]
             if isinstance(here, Tensor) and not is_lazy(here) and _form(here) != _form(saved):
                 raise ValueError(f"model has {name!r} as {_form(here)}, expected {_form(saved)} as in the checkpoint")
         _check_length("scheduler", self._schedulers, values["scheduler"])
@@ -249,12 +251,29 @@ class TrainingState:
         """Returns the module's state dict, whose names are the same with and without torch.compile of submodules."""
         return {plain_name(name): value for name, value in self.model.state_dict().items()}
 
+    def _own_loaders(self) -> tuple[str, ...]:
+        """Returns the prefixes of modules whose loading may add, resize and rename what they have."""
+        prefixes = (
+            plain_name(f"{name}." if name else "")
+            for name, module in self.model.named_modules()
+            if module._load_state_dict_pre_hooks
+            or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        )
+        return tuple(prefixes)
+
+    def _check_model_names(self, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        prefixes = self._own_loaders()
+        checked = [
+            {name: one for name, one in names.items() if not name.startswith(prefixes)} for names in (ours, saved)
+        ]
+        _check_names("model", *checked)
+
     def _match_parameters(self, state: JSON) -> None:
         """Finds where each optimizer's parameters are in a saved state."""
         ours = parameter_names(self.model, self.optimizers)
         saved = state.get("parameters") if isinstance(state, dict) else None
         if saved:  # A model with other names also has other parameters; its error says more.
-            _check_names("model", self._model_state(), {plain_name(name): None for name in state["model"]})
+            self._check_model_names(self._model_state(), {plain_name(name): None for name in state["model"]})
         self._orders = [
             ParameterOrder(f"optimizer[{index}]", names, saved[index] if saved and index < len(saved) else names)
             for index, names in enumerate(ours)
@@ -416,81 +435,3 @@ def _check_names(what: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) -
         raise ValueError(f"{what} has no {missing[0]!r}, which is in the checkpoint ({len(missing)} such names)")
     if extra := sorted(ours.keys() - saved.keys()):
         raise ValueError(f"{what} has {extra[0]!r}, which is not in the checkpoint ({len(extra)} such names)")
-
-
-class Gradients:
-    """Follows which gradients of one optimizer were written since its last step.
-
-    Gradients that a step has used are of no further use, and most scripts let them stand until the next zero_grad().
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._used: list[tuple[weakref.ref[Tensor], int] | None] = []  # each gradient and its version after the step
-        self._handle: Any = None
-
-    def open(self) -> None:
-        self._handle = self._optimizer.register_step_post_hook(self._remember)
-
-    def close(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def state(self) -> list[Any]:
-        """Returns a list with an element per parameter: a collected gradient, the dtype of one of zeros, or None."""
-        params = self._params()
-        grads = [param.grad for param in params]
-        if all(grad is None for grad in grads):
-            return []
-        if all(grad is None or _is_zero(grad) for grad in grads):  # ends at the first that is not
-            return [None if grad is None else grad.dtype for grad in grads]
-        # Freed gradients count as used.
-        if len(self._used) == len(grads) and all(
-            grad is None or (used is not None and used[0]() is grad and used[1] == grad._version)
-            for grad, used in zip(grads, self._used, strict=True)
-        ):
-            return []
-        for kept, index in main_grads._kept_of(params):
-            if kept.native.residual(index) is not None:
-                raise NotImplementedError(
-                    "a checkpoint inside of an accumulation window cannot hold main gradients of 24 bits. Call "
-                    "Checkpointer.step() after the step of the optimizer only, or use main_grads(bits=32)"
-                )
-        return [None if grad is None else grad.detach() for grad in grads]
-
-    def check(self, state: list[Any]) -> None:
-        """Raises ValueError if the state is of other parameters."""
-        shapes = [tuple(param.shape) for param in self._params()]
-        saved = [tuple(grad.shape) if isinstance(grad, Tensor) else None for grad in state]
-        if state and (len(saved) != len(shapes) or any(s not in (None, t) for s, t in zip(saved, shapes, strict=True))):
-            raise ValueError("optimizer has other parameters than in the checkpoint, which holds their gradients")
-
-    def restore(self, state: list[Any]) -> None:
-        """Restores what `state` returned, on each parameter's device."""
-        for param, saved in zip(self._params(), state, strict=False):
-            if saved is None:
-                continue
-            if is_dtensor(saved) and not is_dtensor(param):  # DistributedDataParallel(shard="gradients")
-                param.grad = saved
-                continue
-            place = getattr(param, "main_grad", None)
-            is_tensor = isinstance(saved, Tensor)
-            if place is None:
-                place = torch.zeros_like(param, dtype=saved.dtype if is_tensor else saved)
-            with torch.no_grad():
-                place.copy_(saved) if is_tensor else place.zero_()
-            param.grad = place
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
-
-    def _remember(self, *_: Any) -> None:
-        grads = (param.grad for param in self._params())
-        self._used = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
-
-
-def _is_zero(grad: Tensor) -> bool:
-    if is_dtensor(grad):  # A look at the whole would communicate, and ranks must agree.
-        return False
-    return not bool((grad._values() if grad.is_sparse else grad).any())

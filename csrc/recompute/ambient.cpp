@@ -110,6 +110,7 @@ Autocast Autocast::now() {
     autocast.devices_[i] = {at::autocast::is_autocast_enabled(type), at::autocast::get_autocast_dtype(type)};
   }
   autocast.is_cache_enabled_ = at::autocast::is_autocast_cache_enabled();
+  autocast.default_dtype_ = at::get_default_dtype();
   return autocast;
 }
 
@@ -120,6 +121,7 @@ void Autocast::set() const {
     at::autocast::set_autocast_dtype(type, devices_[i].dtype);
   }
   at::autocast::set_autocast_cache_enabled(is_cache_enabled_);
+  if (!has_default_dtype_of_now()) at::set_default_dtype(default_dtype_);
 }
 
 Switches Switches::now() {

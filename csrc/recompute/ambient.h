@@ -52,11 +52,12 @@ class RandomStatesGuard {
   std::optional<RandomStates> before_;
 };
 
-// The autocast state of a thread, for every device type.
+// Chooses the dtypes of results: the autocast state of a thread, for every device type, and the default dtype.
 class Autocast {
  public:
   static Autocast now();
   void set() const;
+  bool has_default_dtype_of_now() const { return default_dtype_ == at::get_default_dtype(); }
   bool operator==(const Autocast&) const = default;
 
  private:
@@ -67,6 +68,7 @@ class Autocast {
   };
   std::array<DeviceSetting, at::autocast::_AUTOCAST_SUPPORTED_DEVICES.size()> devices_;
   bool is_cache_enabled_;
+  caffe2::TypeMeta default_dtype_;
 };
 
 // Switches of the whole process that choose the kernels of an operation.
@@ -96,7 +98,7 @@ class SwitchesGuard {
   const bool is_set_;
 };
 
-// Sets the autocast state of this thread as long as the object lives.
+// Sets the autocast state of this thread, and the default dtype, as long as the object lives.
 class AutocastGuard {
  public:
   explicit AutocastGuard(const Autocast& autocast);

@@ -255,6 +255,24 @@ class Shared(nn.Module):
         return (x @ self.block.proj.weight.T.exp()).square().mean()
 
 
+class DefaultDtype(nn.Module):
+    """Makes positions in another default dtype, as libraries do around code of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch.set_default_dtype(torch.float64)
+            try:
+                positions = (torch.linspace(0, 1, 16) + torch.arange(16) * 0.1).float()
+            finally:
+                torch.set_default_dtype(torch.float32)
+            x = layer(x).sin() * positions
+        return x.square().sum()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "gpt": (Gpt, lambda: torch.randint(50, (2, 24))),
     "autocast": (Autocast, lambda: torch.randint(50, (2, 24))),
@@ -268,6 +286,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "operations": (Operations, lambda: torch.randn(4, 16)),
     "random": (Random, lambda: torch.randn(4, 16)),
     "shared": (Shared, lambda: torch.randn(2, 6, 16)),
+    "default dtype": (DefaultDtype, lambda: torch.randn(4, 16)),
 }
 
 

@@ -66,6 +66,18 @@ def test_an_operation_that_writes_what_it_has_saved(nested: bool) -> None:
     assert_same(result_of(called, models[0], x), result_of(plain, models[1], x))
 
 
+def test_the_default_dtype_is_the_forwards() -> None:
+    x = torch.ones(3, requires_grad=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        out = checkpoint(lambda x: x * torch.linspace(0, 1, 3).sin(), x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.linspace(0, 1, 3, dtype=torch.float64).sin().float())
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_verify_knows_the_statistics_of_instance_normalization() -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.InstanceNorm2d(4, track_running_stats=True), nn.Conv2d(4, 2, 1))
     models, x = (copy.deepcopy(model), model), torch.randn(3, 2, 5, 5)

@@ -74,7 +74,7 @@ void Recording::record_ambient_state(RecordedOp& op, const torch::jit::Stack& st
   }
   // Entering or leaving autocast changes these keys, so the cached state holds as long as they stay.
   const std::pair keys_now(op.local_keys.included_, op.local_keys.excluded_);
-  if (!autocast_ || autocast_keys_ != keys_now) {
+  if (!autocast_ || autocast_keys_ != keys_now || !autocast_->has_default_dtype_of_now()) {
     autocast_ = std::make_shared<const recompute::Autocast>(recompute::Autocast::now());
     autocast_keys_ = keys_now;
   }

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import random
 import signal
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ from drivetrain.checkpointing.restore import warn_of_differences
 from drivetrain.checkpointing.state import rng
 from drivetrain.checkpointing.state.data_position import position_of
 from drivetrain.checkpointing.state.encoding import Encoder, decode
-from drivetrain.data import ResumableSampler
+from drivetrain.data import ResumableSampler, prefetch
 from effort import covering
 
 # torchdata 0.11 sets a vital sign that this torch has deprecated.
@@ -477,18 +478,25 @@ class CountsEpochs(Sampler[int]):
         self.epoch += self._at_end
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+def prefetch_loop(ckpt: Any, loader: Any, epoch: int) -> Iterator[Any]:
+    for batch in prefetch(loader, "cpu"):
+        time.sleep(0.001)  # the thread gets ahead
+        yield batch
+        ckpt.step()
+
+
+@pytest.mark.parametrize(("loop", "workers"), [(plain_loop, 0), (plain_loop, 2), (prefetch_loop, 0)])
 @pytest.mark.parametrize("at_end", [False, True])
-def test_samplers_that_count_epochs_themselves(at_end: bool, workers: int, tmp_path: Path) -> None:
+def test_samplers_that_count_epochs_themselves(at_end: bool, loop: Loop, workers: int, tmp_path: Path) -> None:
     def make() -> Any:
         options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
         return DataLoader(range(ROWS), 2, sampler=CountsEpochs(at_end), **options)  # type: ignore[arg-type]
 
-    whole = seen_batches(tmp_path / "whole", make, plain_loop)
+    whole = seen_batches(tmp_path / "whole", make, loop)
     assert len({str(batch) for _, batch in whole}) == len(whole)  # each epoch has another order
     for stop in (1, 5, 6, 8, 12, 15):
         folder = tmp_path / str(stop)
-        assert seen_batches(folder, make, plain_loop, stop) + seen_batches(folder, make, plain_loop) == whole, stop
+        assert seen_batches(folder, make, loop, stop) + seen_batches(folder, make, loop) == whole, stop
 
 
 def test_a_counted_sampler_and_a_look_at_the_first_batch(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class Counted(Position):
         self._before_fetch: Callable[[], None] | None = None
         self._is_noticed: Callable[[], bool] = lambda: False
         self._late_steps = 0  # made since the current iteration has ended
+        self.is_fetching = False  # maybe on a thread that takes batches ahead
 
     def call_before_fetch(self, call: Callable[[], None]) -> None:
         self._before_fetch, self.counts_all = call, True
@@ -128,6 +129,7 @@ class Counted(Position):
 
     def fetched(self) -> None:
         """Learns that a batch was fetched, or that the iteration has ended."""
+        self.is_fetching = False
 
     def has_lost_workers(self, batches: Iterator[Any]) -> bool:
         """Returns whether a worker has ended under a notice, so that the iteration must begin again."""
@@ -297,7 +299,6 @@ class MapStyleLoader(Counted):
         self._resumable = sampler if is_plain and isinstance(sampler, ResumableSampler) else None
         self._batch_size = 1 if batch_sampler is None else getattr(batch_sampler, "batch_size", 1)
         self._begun_epoch = self._seen_epoch = self._sampler_epoch()
-        self._is_fetching = False
         self._skipped = 0  # batches that the current iteration left out at its beginning
 
     def _sampler_epoch(self) -> Any:
@@ -311,16 +312,13 @@ class MapStyleLoader(Counted):
         elif "epoch" in getattr(self._sampler, "__dict__", {}):
             self._sampler.epoch = epoch
 
-    def fetching(self) -> None:
-        super().fetching()
-        self._is_fetching = True
-
     def fetched(self) -> None:
-        self._seen_epoch, self._is_fetching = self._sampler_epoch(), False
+        self._seen_epoch = self._sampler_epoch()
+        super().fetched()
 
     def state(self) -> Any:
         # In this order: a thread that takes batches ahead may be fetching one now.
-        epoch, is_fetching = self._sampler_epoch(), self._is_fetching
+        epoch, is_fetching = self._sampler_epoch(), self.is_fetching
         was_set = epoch != self._seen_epoch and not is_fetching
         common = super().state()
         # A sampler may count epochs itself, when it begins or ends. The current iteration begins again as it began.
@@ -434,6 +432,7 @@ class CountedBatches:
         return batch
 
     def _fetch(self) -> Any:
+        self._counted.is_fetching = True
         try:
             return self._fetch_once()
         finally:

@@ -43,14 +43,15 @@ at::ScalarType product_dtype(const at::Tensor& matrices) {
   return has_bfloat16 ? at::kBFloat16 : at::kFloat;
 }
 
-// Returns beta * added + alpha * left * right, where the product is symmetric. On the CPU, large products are computed
-// up to the diagonal, in blocks of rows, and mirrored: 10/16 of the multiplications, with the same bits.
-// `added` may be undefined.
+// Returns beta * added + alpha * left * right, where the product is symmetric. `added` may be undefined.
+// On the CPU, large products of bfloat16 matrices are computed in blocks up to the diagonal, and mirrored. That takes
+// 10/16 of the multiplications, and has the same bits. In float32 the bits of a block depend on its shape, on some
+// CPUs.
 at::Tensor symmetric_product(const at::Tensor& left, const at::Tensor& right, const at::Tensor& added = {},
                              double beta = 0, double alpha = 1) {
   constexpr int64_t kLeast = 512, kBlocks = 4;  // smaller products are faster as a whole
   const int64_t size = left.size(1);
-  if (!left.is_cpu() || size < kLeast) {
+  if (!left.is_cpu() || size < kLeast || left.scalar_type() != at::kBFloat16) {
     return added.defined() ? at::baddbmm(added, left, right, beta, alpha) : at::bmm(left, right);
   }
   const at::Tensor product = at::empty({left.size(0), size, size}, left.options());

@@ -72,8 +72,21 @@ def test_export(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert ckpt("export", directory, "--out", tmp_path / "model.pt") == 2
     assert "which exists" in capsys.readouterr().err
     assert ckpt("export", directory, "--out", tmp_path / "model.txt") == 2
+    assert ckpt("export", directory, "--out", tmp_path / "nowhere" / "model.pt") == 2
     assert ckpt("export", directory) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "model.safetensors", "runs"]
+
+
+def test_export_of_a_model_with_small_parameters(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    model.register_parameter("logit_scale", torch.nn.Parameter(torch.ones(())))
+    with Checkpointer(tmp_path / "runs", model=model, every=None) as checkpointer:
+        checkpointer.step()
+    assert ckpt("export", tmp_path / "runs", "--out", tmp_path / "model.safetensors") == 0
+    found = load_file(tmp_path / "model.safetensors")
+    assert {name.removeprefix("model/") for name in found} == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[f"model/{name}"], value)
 
 
 def test_export_of_a_training_state(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def _export(args: argparse.Namespace) -> int:
         found = state_dicts(checkpoint, args.rank or 0)
         if found is None:
             found = {"tensors": tensors, "states": [checkpoint.state(r) for r in ranks]}
-        torch.save({"step": checkpoint.step, **found}, partial)
+        with partial.open("wb") as file:  # torch itself would raise RuntimeError for a folder that is not there
+            torch.save({"step": checkpoint.step, **found}, file)
     else:
         write_tensors(partial, tensors)
     partial.rename(args.out)

@@ -115,7 +115,8 @@ class Encoder:
                 "expected a plain tensor: return those tensors in state_dict(), and make it again in load_state_dict()"
             )
         value = value.detach().resolve_conj().resolve_neg()
-        if value.device.type == "cpu" and value.nbytes <= _INLINE_BYTES:
+        # Files of tensors have the whole model, for readers without drivetrain.
+        if value.device.type == "cpu" and value.nbytes <= _INLINE_BYTES and not path.startswith("model/"):
             raw = bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()) if value.numel() else b""
             return {"$small": [_dtype_name(value.dtype), list(value.shape), _text(raw)]}
         name = self._collect(value, self._own_prefix + path if self._is_own(value) else path)

@@ -83,6 +83,27 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from options_of(command)
 
 
+@pytest.mark.parametrize("command", ["run", "try", "explain"])
+@pytest.mark.parametrize("arguments", [[], ["--"], ["--", "--x"], ["a", "--", "b"], ["--x", "--"], ["--", "--"]])
+def test_all_words_after_the_script_are_its_own(command: str, arguments: list[str]) -> None:
+    assert whole_parser().parse_args([command, "a.py", *arguments]).arguments == arguments
+    assert whole_parser().parse_args([command, "--", "a.py", "x"]).arguments == ["x"]
+
+
+def test_an_error_of_a_package_before_its_module_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("import a_module_that_is_missing")
+    (tmp_path / "package/train.py").write_text("")
+    for name, code, message in (
+        ("package.train", 1, r'__init__\.py", line 1.*\n.*\n*.*ModuleNotFoundError: .*a_module_that_is_missing'),
+        ("packages.train", 2, r"drivetrain run: module 'packages.train' was not found"),
+    ):
+        command = [sys.executable, "-m", "drivetrain", "run", "-m", name]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stderr
+        assert re.search(message, done.stderr, re.DOTALL), done.stderr
+
+
 def test_no_option_is_the_beginning_of_one_of_torchruns() -> None:
     """torchrun refuses "-m drivetrain run --monitor" because it has two spellings of --monitor-interval."""
     theirs = torch.distributed.run.get_args_parser()._option_string_actions

@@ -69,8 +69,7 @@ def of_run(parser: argparse.ArgumentParser) -> None:
         help="monitor, and write to a sink such as jsonl:run.jsonl; may be repeated",
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("script", help="path of the script, or name of the module with -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
+    _script_and_arguments(parser, "path of the script, or name of the module with -m")
 
 
 def of_try(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +90,7 @@ def of_try(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=_counts, metavar="N,N", help="instead compare the bits on these numbers of ranks"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument("script", help="path of the script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
+    _script_and_arguments(parser, "path of the script")
 
 
 def of_explain(parser: argparse.ArgumentParser) -> None:
@@ -115,8 +113,22 @@ def of_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=_seconds, default=600.0, metavar="S", help="seconds of a run (default: 600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw losses and norms around it as .svg or .png")
-    parser.add_argument("script", help="path of the script")
+    _script_and_arguments(parser, "path of the script")
+
+
+def _script_and_arguments(parser: argparse.ArgumentParser, script: str) -> None:
+    parser.add_argument("script", help=script)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the script, passed unchanged")
+    plain = parser.parse_known_args
+
+    def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        namespace, others = plain(args, namespace)
+        before = list(args or ())[: -len(namespace.arguments) or None]
+        if before[-2:] == [namespace.script, "--"]:  # argparse took it for its own
+            namespace.arguments.insert(0, "--")
+        return namespace, others
+
+    parser.parse_known_args = parse  # type: ignore[method-assign]
 
 
 def of_bench(parser: argparse.ArgumentParser) -> None:

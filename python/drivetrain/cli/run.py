@@ -22,6 +22,14 @@ _OUR_FILES = {__file__, main_script.__file__}  # their frames are above the scri
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
+class _PackageError(Exception):
+    """Wraps an error of the script's own package, which runs before its module is found."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the script like `python script.py arguments` and reports the swapped names at exit.
 
@@ -41,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
             monitor = ScriptMonitor(args.monitor_to)
             monitor.start()
+    except _PackageError as found:
+        raise found.error from None
     except (OSError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         print(f"drivetrain run: {error}", file=sys.stderr)
         return 2
@@ -78,9 +88,15 @@ def _name_options_of_the_script(args: argparse.Namespace) -> None:
 def _module(name: str) -> tuple[ModuleType, CodeType]:
     """Builds the `__main__` module of `python -m name`, and loads its code."""
     set_first_path(str(Path.cwd()))
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
+    spec = None
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            raise _PackageError(error) from error
     loader = spec and spec.loader
     code = loader.get_code(spec.name) if spec and isinstance(loader, SourceFileLoader) else None
     if spec is None or code is None:

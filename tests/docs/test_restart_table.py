@@ -5,7 +5,7 @@ from pathlib import Path
 
 TESTS = {
     "a process that is killed at any moment": "test_resume: test_a_killed_run_continues_with_the_same_bits",
-    "averaged weights, two optimizers, replay buffers, several loaders, samplers of one's own": (
+    "averaged weights, two optimizers, replay buffers, loaders of which every step takes a batch, own samplers": (
         "test_crashes: test_loops_of_strangers_continue_with_the_same_bits"
     ),
     "parameters that are written between `ckpt.step()` and the next step": (
@@ -20,6 +20,7 @@ TESTS = {
     "a sampler with its own generator, drawn at the begin or per batch": (
         "test_loader: test_samplers_that_draw_by_themselves"
     ),
+    "a sampler that counts its own `epoch`": "test_loader: test_samplers_that_count_epochs_themselves",
     "a second pass over the loader within an epoch": ("test_loader: test_iterations_without_a_step_are_no_epochs"),
     "two loaders in a `zip()`": "test_loader: test_loaders_that_are_iterated_together",
     "a signal to the whole job, with loader workers": (
@@ -66,6 +67,9 @@ TESTS = {
     ),
     "states of another kind of optimizer": "test_saved_optimizer: test_another_optimizer_is_named",
     "other names or shapes of parameters": "test_identity: test_another_model_raises_and_says_how_to_begin_anew",
+    "buffers that a module's own loading resizes or adds, as in quantization-aware training": (
+        "test_checkpointer: test_a_module_that_resizes_its_buffers_is_restored"
+    ),
     "a model that does not load what it saves, such as layers of bitsandbytes": (
         "test_checkpointer: test_a_model_that_does_not_load_what_it_saves_is_refused_before_the_training"
     ),
@@ -78,6 +82,16 @@ TESTS = {
     "other values in `config`": "test_identity: test_other_settings_raise_and_say_how_to_go_on",
     "a directory whose checkpoints were all deleted": "test_identity: test_deleted_checkpoints_do_not_begin_anew",
     "two runs with one remote URL": "test_identity: test_two_runs_that_begin_together_do_not_share_a_url",
+    "steps without another batch of the loader, such as after a loader that is made again in each epoch": (
+        "test_loader: test_a_loader_that_is_made_again_in_each_epoch_warns"
+    ),
+    "several loaders, one after the other in each epoch": "test_loader: test_what_the_documentation_says_is_not_seen",
+    "`zip(loader, cycle(other))` with a new generator in each epoch": (
+        "test_loader: test_what_the_documentation_says_is_not_seen"
+    ),
+    "a loop that fetches a batch ahead by itself; use `drivetrain.data.prefetch`": (
+        "test_loader: test_what_the_documentation_says_is_not_seen"
+    ),
     "another model with equal names and shapes, without `config`": (
         "test_identity: test_what_the_documentation_says_is_not_seen"
     ),

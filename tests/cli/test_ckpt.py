@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +125,24 @@ def test_gc(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert ckpt("gc", directory) == 2
         assert "in use by process" in capsys.readouterr().err
     assert ckpt("gc", directory, "--keep", 0) == 2
+
+
+def test_gc_keeps_what_it_may_not_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be intact. A user of no group would see this, but tests run as root, who may read everything."""
+    damage(directory, 5, "manifest.json")
+    plain = Path.open
+
+    def refusing(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.parent.name == "step-0000000010":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    assert ckpt("gc", directory, "--damaged") == 0
+    assert [entry.name for entry in sorted(directory.glob("step-*"))] == ["step-0000000010", "step-0000000015"]
+    assert "kept what it may not read: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("action", ["ls", "verify", "show", "gc"])

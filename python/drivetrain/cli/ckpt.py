@@ -153,11 +153,15 @@ def _collect(args: argparse.Namespace) -> int:
     with closing(disk.Lock(args.directory.absolute())):
         complete, damaged = survey(args.directory)
         old = complete[: -args.keep] if args.keep is not None else []
-        gone = [one.path for one in old] + [one.folder for one in damaged if args.damaged]
+        # A checkpoint that this user may not read may be intact.
+        unread = [one for one in damaged if isinstance(one.__cause__, PermissionError)]
+        gone = [one.path for one in old] + [one.folder for one in damaged if args.damaged and one not in unread]
         folders = [*disk.leftovers(args.directory), *map(disk.retire, gone)]
         removed = [folder for folder in folders if disk.remove_files(folder)]
     kept = len(folders) - len(removed)
     print(f"removed {len(removed)} folders" + (f", kept {kept} that hold other files" if kept else ""))
+    for error in unread:
+        print(f"drivetrain ckpt gc: kept what it may not read: {error}", file=sys.stderr)
     if (audit := _audit(args.directory)) is not None:
         for one in old:
             audit.append("delete", one.path, one.step, one.nbytes, one.key_id)

@@ -115,9 +115,9 @@ def _check_loaded(engine: Engine, loaded: dict[str, Any]) -> None:
             )
         lacking = (options_of(kind) & defaults.keys() & own.keys()) - group.keys() - _MAY_BE_ABSENT
         known = own.keys() | engine.rule.also(group)
-        foreign = [keys[0] for keys in _OF_OTHERS if keys[0] not in known and group.keys() >= {*keys}]
-        if stands_for_torchs(kind):  # torch's classes load what has the entries that they need
-            foreign = []
+        # torch's classes load what has the entries that they need.
+        others = () if stands_for_torchs(kind) else _OF_OTHERS
+        foreign = [keys[0] for keys in others if keys[0] not in known and group.keys() >= {*keys}]
         if lacking or foreign:
             what = f"has no {', '.join(sorted(lacking))}" if lacking else f"has {', '.join(foreign)}"
             raise ValueError(f"{where} {what}: it is the state of another optimizer than {name}")

@@ -18,7 +18,7 @@ from pathlib import Path
 MAX_LINES = 500
 MAX_MEDIAN_LINES = 150
 MAX_PUBLIC_METHODS = 25
-MAX_TOTALS = {("csrc", "python"): 73_131, ("tests",): 74_443}  # lines; lower them after a deletion
+MAX_TOTALS = {("csrc", "python"): 73_133, ("tests",): 74_455}  # lines; lower them after a deletion
 NATIVE = {".h", ".cpp", ".cu", ".cuh"}
 SOURCES = {*NATIVE, ".py", ".cmake", ".sh"}  # a stub (.pyi) cannot be split, as its module is one
 PACKAGE = Path("python/drivetrain")

@@ -478,6 +478,13 @@ class CountsEpochs(Sampler[int]):
         self.epoch += self._at_end
 
 
+class CountsEpochsOfBatches(CountsEpochs):
+    """Counts as a batch sampler, which has no sampler."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (list(pair) for pair in zip(*[super().__iter__()] * 2, strict=True))
+
+
 def prefetch_loop(ckpt: Any, loader: Any, epoch: int) -> Iterator[Any]:
     for batch in prefetch(loader, "cpu"):
         time.sleep(0.001)  # the thread gets ahead
@@ -487,9 +494,14 @@ def prefetch_loop(ckpt: Any, loader: Any, epoch: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("loop", "workers"), [(plain_loop, 0), (plain_loop, 2), (prefetch_loop, 0)])
 @pytest.mark.parametrize("at_end", [False, True])
-def test_samplers_that_count_epochs_themselves(at_end: bool, loop: Loop, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_samplers_that_count_epochs_themselves(
+    name: str, at_end: bool, loop: Loop, workers: int, tmp_path: Path
+) -> None:
     def make() -> Any:
         options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        if name == "batch_sampler":
+            return DataLoader(range(ROWS), batch_sampler=CountsEpochsOfBatches(at_end), **options)  # type: ignore[arg-type]
         return DataLoader(range(ROWS), 2, sampler=CountsEpochs(at_end), **options)  # type: ignore[arg-type]
 
     whole = seen_batches(tmp_path / "whole", make, loop)

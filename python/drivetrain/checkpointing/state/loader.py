@@ -298,31 +298,33 @@ class MapStyleLoader(Counted):
         self._sampler: Any = sampler
         self._resumable = sampler if is_plain and isinstance(sampler, ResumableSampler) else None
         self._batch_size = 1 if batch_sampler is None else getattr(batch_sampler, "batch_size", 1)
-        self._begun_epoch = self._seen_epoch = self._sampler_epoch()
+        self._counting: tuple[Any, Any] = (sampler, batch_sampler)  # each may have an `epoch`
+        self._begun_epochs = self._seen_epochs = self._epochs()
         self._skipped = 0  # batches that the current iteration left out at its beginning
 
-    def _sampler_epoch(self) -> Any:
-        return getattr(self._sampler, "epoch", None)
+    def _epochs(self) -> list[Any]:
+        return [getattr(one, "epoch", None) for one in self._counting]
 
-    def _set_sampler_epoch(self, epoch: Any) -> None:
-        if epoch is None or epoch == self._sampler_epoch():
-            return
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        elif "epoch" in getattr(self._sampler, "__dict__", {}):
-            self._sampler.epoch = epoch
+    def _set_epochs(self, epochs: list[Any]) -> None:
+        for one, epoch, now in zip(self._counting, epochs, self._epochs(), strict=True):
+            if epoch is None or epoch == now:
+                continue
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+            elif "epoch" in getattr(one, "__dict__", {}):
+                one.epoch = epoch
 
     def fetched(self) -> None:
-        self._seen_epoch = self._sampler_epoch()
+        self._seen_epochs = self._epochs()
         super().fetched()
 
     def state(self) -> Any:
         # In this order: a thread that takes batches ahead may be fetching one now.
-        epoch, is_fetching = self._sampler_epoch(), self.is_fetching
-        was_set = epoch != self._seen_epoch and not is_fetching
+        epochs, is_fetching = self._epochs(), self.is_fetching
+        was_set = epochs != self._seen_epochs and not is_fetching
         common = super().state()
         # A sampler may count epochs itself, when it begins or ends. The current iteration begins again as it began.
-        common["sampler_epoch"] = epoch if was_set or common["is_exhausted"] else self._begun_epoch
+        common["sampler_epochs"] = epochs if was_set or common["is_exhausted"] else self._begun_epochs
         if was_set:  # by set_epoch() of the script; the next iteration draws its own seeds.
             common["start"] = None
         batches = 0 if self._resumed is not None else self.batches  # A restored position waits for the first step.
@@ -361,23 +363,23 @@ class MapStyleLoader(Counted):
             self._resumable.load_state_dict(state["sampler"] | {"position": position})
         else:
             self._skipped = 0 if self._is_next else state["batches"]
-            self._set_sampler_epoch(state["sampler_epoch"])
-        self._begun_epoch = self._seen_epoch = self._sampler_epoch()
+            self._set_epochs(state["sampler_epochs"])
+        self._begun_epochs = self._seen_epochs = self._epochs()
 
     def begin_again(self, taken: int) -> Iterator[Any]:
         if self._resumable is not None:
             self._resumable.load_state_dict(self._resumable.state_dict(0))  # to the beginning of this iteration
         else:
-            self._set_sampler_epoch(self._begun_epoch)
+            self._set_epochs(self._begun_epochs)
         return super().begin_again(self._skipped + taken)
 
     def begin(self) -> Iterator[Any]:
-        if self._resumed is not None and self._resumable is None and self._sampler_epoch() == self._seen_epoch:
-            self._set_sampler_epoch(self._resumed["sampler_epoch"])  # an iteration without a step may have counted
-        self._begun_epoch = self._sampler_epoch()
+        if self._resumed is not None and self._resumable is None and self._epochs() == self._seen_epochs:
+            self._set_epochs(self._resumed["sampler_epochs"])  # an iteration without a step may have counted
+        self._begun_epochs = self._epochs()
         if self._resumed is None:
             self._skipped = 0
-        elif self._resumable is not None and self._resumed["sampler"]["epoch"] == self._begun_epoch:
+        elif self._resumable is not None and self._resumed["sampler"]["epoch"] == self._begun_epochs[0]:
             self._resumable.load_state_dict(self._resumed["sampler"])  # an iteration without a step may have drawn
         batches = super().begin()
         self.fetched()
